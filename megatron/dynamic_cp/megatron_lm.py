@@ -1,7 +1,6 @@
 """Imported as the first line of a Megatron-LM script: the script then takes --dynamic-cp.
 
-The script is the one that was started (`sys.argv[0]`); `python -m megatron.dynamic_cp.run` does the same without an
-edit. This module does its work when it is imported; everything else is in `megatron.integrations.lm_adaptor`.
+Importing this does the work, for the script in `sys.argv[0]`; `python -m megatron.dynamic_cp.run` needs no edit.
 """
 
 from __future__ import annotations

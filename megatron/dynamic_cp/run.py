@@ -3,8 +3,8 @@
 python -m megatron.dynamic_cp.run CHECKOUT/pretrain_gpt.py [the script's flags] --dynamic-cp
 torchrun ... -m megatron.dynamic_cp.run CHECKOUT/pretrain_gpt.py [the script's flags] --dynamic-cp
 
-Without --dynamic-cp the script runs as it is (on CPU ranks with --distributed-backend gloo). Only the command is here:
-what it does is in `megatron.integrations.lm_adaptor`.
+Without --dynamic-cp the script runs as it is (on CPU ranks with --distributed-backend gloo). The code is in
+`megatron.integrations.lm_adaptor`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Messages between ranks, as JSON: someone who reaches the job's store or a rank's connections cannot send code.
+"""Messages between ranks, as JSON: whoever reaches the job's store or a rank's connections cannot send code.
 
-    a value or an error -> one message -> the same value or error on every rank
-
-An error travels as the name of its class, its text and its details, as far as JSON has them; a class that
-`dynamic_cp.errors` does not have arrives as the nearest of its bases. SECURITY.md says what this does not prevent.
+An error travels as its class name, text and details. A class that `dynamic_cp.errors` lacks arrives as its nearest
+base. SECURITY.md says what this does not prevent.
 """
 
 from __future__ import annotations
@@ -27,49 +25,37 @@ _CLASSES: dict[str, type[DynamicCPError]] = {
 
 
 def encode_value(value: Any) -> bytes:
-    """Return the message of a JSON value; tuples arrive as lists, keys as text.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
+    """Return a JSON value as a message; tuples arrive as lists, keys as text. TypeError or ValueError if not JSON."""
     return _dump({"value": value})
 
 
 def value_of(message: bytes) -> Any:
-    """Return the value that `encode_value` made a message of."""
+    """Return the value that `encode_value` encoded."""
     return json.loads(message)["value"]
 
 
 def encode_error(error: DynamicCPError) -> bytes:
-    """Return the message of an error."""
     known = next(base.__name__ for base in type(error).__mro__ if base in _CLASSES.values())
     details = {name: _as_json(value) for name, value in error.details.items()}
     return _dump({"error": known, "message": str(error), "details": details})
 
 
 def decode(message: bytes, place: str, as_value: Callable[[Any], T]) -> T:
-    """Return the value of a message, or raise the error that it holds.
-
-    Args:
-        place: where it was found, for the error.
-        as_value: turns the JSON data into the value; if it raises anything, the message is refused.
-
-    Raises:
-        DynamicCPError: of the message.
-        DisagreementError: it is no message.
+    """Return the value of a message, converted by `as_value`, or raise the DynamicCPError that the message holds. A
+    malformed message, or one that `as_value` refuses, raises DisagreementError with `place`, where it was found.
     """
     try:
         content = json.loads(message)
         if "error" not in content:
             return as_value(content["value"])
         error = _error(**content)
-    except Exception as reason:  # RecursionError, UnicodeDecodeError, ...: anything that somebody planted
+    except Exception as reason:  # also RecursionError, UnicodeDecodeError: the sender is not trusted
         raise _no_message(message, place, reason) from reason
     raise error
 
 
 def decode_error(message: bytes, place: str) -> DynamicCPError:
-    """Return the error that a message holds; if it holds none, the error that says so."""
+    """Return the error that a message holds; if it holds none, a DisagreementError that says so."""
     try:
         return _error(**json.loads(message))
     except Exception as reason:
@@ -77,11 +63,7 @@ def decode_error(message: bytes, place: str) -> DynamicCPError:
 
 
 def all_gather_bytes(mine: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return the bytes of each rank of `group` (default: all), in the order of its ranks. Collective.
-
-    Args:
-        device: where the group's tensors live.
-    """
+    """Return every rank's bytes in rank order, over `group` (default: all); `device` is that of tensors. Collective."""
     num_ranks = dist.get_world_size(group)
     sizes = torch.empty(num_ranks, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(sizes, torch.tensor([len(mine)], device=device), group=group)
@@ -99,7 +81,6 @@ def _dump(content: Any) -> bytes:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a detail of an error as what JSON has: for programs that read it, the text says it to people."""
     try:
         json.dumps(value)
         return value

@@ -1,6 +1,4 @@
-"""What this rank is doing, in words: for errors that come from outside, a lost rank, a store that does not answer, a
-device out of memory.
-"""
+"""What this rank is doing, for errors with causes outside: a lost rank, a silent store, a device out of memory."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import NamedTuple
 
 
 class MicroBatch(NamedTuple):
-    """The micro-batch begun last: its place in the run and its tokens on this rank."""
+    """The micro-batch begun last: its place in the run and its padded tokens on this rank."""
 
     label: str
     num_tokens: int
@@ -24,14 +22,14 @@ _since_s = time.monotonic()
 
 
 def enter(phase: str) -> None:
-    """Say what begins now, such as "iteration 5, saving"."""
+    """Set the phase that begins now, such as "iteration 5, saving"."""
     global _current, _micro_batch, _since_s
     _current, _micro_batch, _since_s = phase, None, time.monotonic()
 
 
 @contextlib.contextmanager
 def during(phase: str) -> Iterator[None]:
-    """Enter `phase` for the body and go back to the one before; an error of the body leaves it entered."""
+    """Enter `phase` for the body, then restore the phase before; after an error `phase` stays."""
     before = _current
     enter(phase)
     yield
@@ -39,32 +37,31 @@ def during(phase: str) -> Iterator[None]:
 
 
 def enter_micro_batch(label: str, num_tokens: int) -> None:
-    """Say that the forward pass of a micro-batch begins, with its padded tokens on this rank."""
+    """Record that the forward pass of a micro-batch begins, with its padded tokens on this rank."""
     global _micro_batch, _since_s
     _micro_batch, _since_s = MicroBatch(label, num_tokens), time.monotonic()
 
 
 def limit_tokens(limit: int) -> None:
-    """Say how many padded tokens a rank of this run may have in a micro-batch."""
+    """Record the limit of padded tokens that a rank may have in one micro-batch."""
     global _token_limit
     _token_limit = limit
 
 
 def token_limit() -> int | None:
-    """Return the limit, None before it was found."""
+    """Return the token limit, None before it is known."""
     return _token_limit
 
 
 def current() -> str:
-    """Return the phase that was entered last."""
     return _current
 
 
 def micro_batch() -> MicroBatch | None:
-    """Return the micro-batch begun last in this phase."""
+    """Return the micro-batch begun last in this phase, None before the first."""
     return _micro_batch
 
 
 def seconds() -> float:
-    """Return how long ago something was entered last."""
+    """Return the seconds since a phase or micro-batch was last entered."""
     return time.monotonic() - _since_s

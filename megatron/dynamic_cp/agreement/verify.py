@@ -1,7 +1,7 @@
 """Nobody raises alone: ranks exchange an outcome first, then all continue or all raise the same error.
 
-If one rank has the outcome (rank 0's files, plans), it goes through the job's store; if all have one, through one small
-all-reduce. A lost rank is the exception: torch's and gloo's errors are read here to tell it from a bug.
+An outcome that one rank has (rank 0's files, plans) goes through the job's store, one that all have through a small
+all-reduce. A lost rank is the exception: its errors from torch and gloo are told from bugs here.
 """
 
 from __future__ import annotations
@@ -41,29 +41,24 @@ T = TypeVar("T")
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` says that another rank, or the job's store, is gone or does not answer.
-
-    gloo raises plain RuntimeErrors, "[file:line] Connection closed by peer [address]. This is typically caused by ...":
-    only their text distinguishes them from a bug.
-    """
+    """Return whether another rank or the job's store is gone; only the text tells gloo's RuntimeErrors from bugs."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and _OF_GLOO.search(str(error)) is not None
     )
 
 
 def words_of(error: BaseException) -> str:
-    """Return the first line of what `error` says, without the place in gloo's sources and gloo's advice."""
+    """Return the first line of an error's text, without the place in gloo's sources and gloo's advice."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(_PLACE, "", first).split(". This is typically", 1)[0].rstrip(". ")
 
 
 def collective_device() -> torch.device:
-    """Return where the tensors of a collective of the job live: this rank's GPU under NCCL, else the CPU."""
+    """Return the device of a collective's tensors: this rank's GPU under NCCL, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def job_store() -> dist.Store:
-    """Return the store that the ranks of this job share."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -72,14 +67,10 @@ def _unchanged(value: Any) -> Any:
 
 
 def publish_outcome(key: str, compute: Callable[[], Any], as_value: Callable[[Any], T] = _unchanged) -> T:
-    """Return what rank 0's `compute()` returned, on every rank; raise its DynamicCPError on every rank.
-
-    Any other exception is a bug: rank 0 raises it as it is, the others learn its text, so that they do not wait.
-
-    Args:
-        key: name of the outcome, unique in the job, the same on all ranks.
-        compute: returns a JSON value; tuples become lists.
-        as_value: what is returned in place of the JSON value, for what JSON does not have; on every rank.
+    """Return what rank 0's `compute()` returned, on every rank; raise its DynamicCPError on every rank. Any other
+    exception is a bug: rank 0 raises it as it is, and the others get its text instead of waiting. `key` is unique in
+    the job and equal on all ranks. `compute` returns a JSON value, in which tuples become lists; `as_value` converts
+    it on every rank.
     """
     store = job_store()
     if dist.get_rank() != 0:
@@ -109,13 +100,13 @@ _next_beat_s = 0.0
 
 
 def stop_waiting_after(seconds: float) -> None:
-    """Let this rank wait for a silent rank 0 for `seconds` at most; for a signal handler: rank 0 may be dead."""
+    """Make this rank give up on rank 0 after `seconds` of silence. For signal handlers: rank 0 may be dead."""
     global _silence_s, _looked_s
     _silence_s, _looked_s = seconds, -math.inf
 
 
 def beat() -> None:
-    """Say on rank 0 that it is alive; often enough that nobody gives it up."""
+    """Tell waiting ranks that rank 0 is alive, at most once a second; rank 0 calls it often."""
     global _beats, _next_beat_s
     if time.monotonic() >= _next_beat_s:
         _beats += 1
@@ -125,7 +116,7 @@ def beat() -> None:
 
 @contextlib.contextmanager
 def _beating() -> Iterator[None]:
-    """Beat while rank 0 computes something: a signal then does not make the others give it up."""
+    """Beat while rank 0 computes, so that signalled ranks keep waiting for it."""
     done = threading.Event()
     _beat_until(done)
     try:
@@ -135,14 +126,14 @@ def _beating() -> Iterator[None]:
 
 
 def keep_beating() -> None:
-    """Beat on rank 0 until its process ends; does nothing on the others. For the end of a run that was signalled."""
+    """Beat on rank 0 until its process ends, after a signal ended the run; do nothing on other ranks."""
     if dist.get_rank() == 0:
         _beat_until(threading.Event())
 
 
 def _beat_until(done: threading.Event) -> None:
     def beat_until_done() -> None:
-        with contextlib.suppress(RuntimeError):  # what a store raises; the main thread will hear of it
+        with contextlib.suppress(RuntimeError):  # from the store; the main thread will see it, too
             while not done.wait(_BEAT_EVERY_S):
                 beat()
 
@@ -150,12 +141,12 @@ def _beat_until(done: threading.Event) -> None:
 
 
 def rank_zero_is_silent() -> bool:
-    """Return whether rank 0 has not said for the time of `stop_waiting_after` that it is there; ask often."""
+    """Return whether rank 0 has been silent for longer than `stop_waiting_after` allows; ask often."""
     global _give_up_at_s, _seen_beat, _looked_s
     if _silence_s == math.inf:
         return False
     now_s = time.monotonic()
-    begins = now_s - _looked_s > _BEAT_EVERY_S  # to wait for rank 0: what it said before may be old
+    begins = now_s - _looked_s > _BEAT_EVERY_S  # a new wait: the last beat seen may be old
     _looked_s = now_s
     if not begins and now_s <= _give_up_at_s:
         return False
@@ -167,11 +158,7 @@ def rank_zero_is_silent() -> bool:
 
 
 def _wait_for(store: dist.Store, key: str) -> bytes:
-    """Return `key`'s value once it is in the store: by asking, because no signal handler runs while the store waits.
-
-    Raises:
-        DynamicCPError: not there within the job's timeout, or within `stop_waiting_after`.
-    """
+    """Return `key`'s value once it is there. Polls, because no signal handler runs while the store itself waits."""
     started_s = time.monotonic()
     deadline_s = started_s + store.timeout.total_seconds()
     pause_s = 0.0005
@@ -187,11 +174,11 @@ def _wait_for(store: dist.Store, key: str) -> bytes:
 
 
 class SilentRankZeroError(DynamicCPError):
-    """Rank 0 is probably dead: the only error that is not exchanged, as a collective would wait for it, too."""
+    """Rank 0 is probably dead. The only error that is not exchanged: a collective would wait for rank 0, too."""
 
 
 def silent_rank_zero(key: str, since_s: float) -> SilentRankZeroError:
-    """Return the error of a rank that has waited for rank 0 since time.monotonic() was `since_s`."""
+    """Return the error of a rank that has waited for rank 0 since `since_s` on time.monotonic()."""
     return SilentRankZeroError(
         f"{phase.current()}: rank 0 has not said anything about {key!r} for {time.monotonic() - since_s:.0f} s, rank "
         f"{dist.get_rank()} waits no longer: see rank 0's log",
@@ -210,7 +197,7 @@ def lost_store(error: Exception | str) -> DynamicCPError:
 
 
 def lost_rank(error: Exception) -> DynamicCPError:
-    """Return the error of a rank whose collective failed: another one is gone."""
+    """Return the error of a rank whose collective failed because another rank is gone."""
     return DynamicCPError(
         f"{phase.current()}: one of {dist.get_world_size()} ranks ended or did not answer "
         f"({words_of(error)}); see the logs of the other ranks; resume from the last checkpoint"
@@ -221,19 +208,16 @@ _calls = 0
 
 
 def run_on_rank_zero(compute: Callable[[], Any], as_value: Callable[[Any], T] = _unchanged) -> T:
-    """Like `publish_outcome`, with a key counted here: all ranks must call it equally often."""
+    """Call `publish_outcome` with a counted key; all ranks must call this equally often."""
     global _calls
     _calls += 1
     return publish_outcome(f"rank_zero/{_calls}", compute, as_value)
 
 
 def run_on_all_ranks(compute: Callable[[], T], device: torch.device | None = None) -> T:
-    """Return this rank's `compute()`; the DynamicCPError of the lowest rank that has one is raised on all. Collective.
-
-    Any other exception is a bug: the rank raises it as it is, the others learn its text.
-
-    Args:
-        device: where the collective's numbers live; default: what the job's backend needs.
+    """Return this rank's `compute()`, or raise the DynamicCPError of the lowest failing rank on all ranks. Collective.
+    Any other exception is a bug: its rank raises it as it is, the others get its text. `device` holds the
+    collective's tensors; None: what the job's backend needs.
     """
     return agree(compute, None, device=device)
 
@@ -245,14 +229,9 @@ def agree(
     what: str = "",
     device: torch.device | None = None,
 ) -> T:
-    """Like `run_on_all_ranks`, and compare a digest of what was computed in the same collective of 24 bytes.
-
-    Args:
-        digest_of: the value's digest (hex), or None to compare nothing.
-        what: was computed, for the error.
-
-    Raises:
-        DisagreementError: the digests differ; on all ranks.
+    """Like `run_on_all_ranks`, and compare a digest of the value in the same collective of 24 bytes. `digest_of`
+    returns the value's digest in hex; None compares nothing. If digests differ, all ranks raise a DisagreementError,
+    which says `what` differs.
     """
     error = bug = value = None
     try:

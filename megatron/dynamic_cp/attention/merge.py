@@ -1,7 +1,6 @@
 """Attention of many packs of rectangles: out and log-sum-exp added up in float32, gradients shared out.
 
-A single pack gives out and gradients in the dtype of the model. Where the first pack has all rows and there is no other
-(a group of one lane, a2a), nothing is merged.
+A single pack gives out and gradients in the model's dtype; if it has all rows (one lane, a2a), nothing is merged.
 
 Shapes: T local tokens, S keys at hand, H heads, D channels of a head, 2 keys and values.
 """
@@ -38,7 +37,7 @@ class RowSums:
 
     Attributes:
         queries: [T, heads, dim].
-        out_THD: as these, in the dtype of the model after one pack, float32 after more.
+        out_THD: [T, heads, dim], in the dtype of the model after one pack, float32 after more.
         lse_HT: float32 [heads, T].
     """
 
@@ -60,7 +59,7 @@ class RowSums:
         return sums
 
     def take(self, sums: RowSums) -> None:
-        """Take over the first rows of `sums`."""
+        """Adopt the first rows of `sums`, as many as there are here."""
         self._is_first = False
         self.out_THD, self.lse_HT = sums.out_THD[: self._num_rows], sums.lse_HT[:, : self._num_rows].contiguous()
 
@@ -72,7 +71,7 @@ class RowSums:
         self.add(pack.rows, *kernel.forward(query, key, value, pack, self._scale))
 
     def add(self, rows: Tensor | None, out_THD: Tensor, lse_HT: Tensor) -> None:
-        """Merge a pack's result for `rows` (None: all); rows that saw no key have the output 0 and the lse -inf."""
+        """Merge a pack's result for `rows` (None: all); rows that saw no key have output 0 and log-sum-exp -inf."""
         if self._is_first:
             self._is_first = False
             if rows is None:
@@ -84,16 +83,12 @@ class RowSums:
         merge_into(self.out_THD, self.lse_HT, rows, out_THD, lse_HT)
 
     def add_offset(self, offset_H: Tensor) -> None:
-        """Let every row see one more score, of a value of 0; after all packs. Backward needs only what is saved anyway.
-
-        Args:
-            offset_H: the score, for each head.
-        """
+        """Let every row see one more score, `offset_H` of its head, with a value of 0; call it after all packs."""
         self.out_THD, self.lse_HT = with_offset(self.out_THD, self.lse_HT, offset_H)
 
 
 def with_offset(out_THD: Tensor, lse_HT: Tensor, offset_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of rows that see one more score, `offset_H` for each head, of a value of 0."""
+    """Return output and log-sum-exp of rows that see one more score, `offset_H` of their head, with a value of 0."""
     lse_HT, offset_H1 = lse_HT.to(SUM_DTYPE), offset_H.to(SUM_DTYPE)[:, None]
     out_THD = out_THD * torch.sigmoid(lse_HT - offset_H1).t()[..., None].to(out_THD.dtype)
     return out_THD, torch.logaddexp(lse_HT, offset_H1)
@@ -136,18 +131,14 @@ class RowGradients:
         return offset_gradient(offset_H, grad_THD, out_THD, lse_TH)
 
     def take(self, rows: RowGradients) -> None:
-        """Take over the first rows of `rows`."""
+        """Adopt the first rows of `rows`, as many as there are here."""
         self._is_first = False
         self.grad_q_THD = rows.grad_q_THD[: self._num_rows]
 
     def attend(self, pack: Pack, kv_2SHD: Tensor, total_2SHD: Tensor | None = None) -> Tensor:
-        """Return the gradient of kv_2SHD from `pack`, in its dtype, and add its rows' to `grad_q_THD`.
-
-        A key or value gets one or two shares here, and the ring adds the rest: its own dtype is enough. Where it gets
-        more, from many packs or many sequences of one, give a float32 total.
-
-        Args:
-            total_2SHD: sum over other packs, added to and returned.
+        """Return the gradient of kv_2SHD from `pack`, added to `total_2SHD` if given, and add its rows' to
+        `grad_q_THD`. A key or value gets one or two shares here, and the ring adds the rest: its own dtype is
+        enough. Where it gets more, from many packs or many sequences of one, give a float32 total.
         """
         grad, query, out, lse_TH = self._rows.of(pack.rows)
         key, value = _columns(kv_2SHD, pack)

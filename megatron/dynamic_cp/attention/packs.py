@@ -1,19 +1,15 @@
 """What one kernel call computes: for each sequence of a pack, a rectangle of queries against keys.
 
-A step of the ring is one `Pack` for any number of sequences: flash kernels take them all in one launch. With L
-local tokens of a sequence, the steps are (L, L) causal for the lane's own keys, (L, L/2) for those of an earlier lane
-(the first of its two chunks) and (L/2, L) for those of a later one (the second half of the queries).
+A step of the ring is one `Pack` for any number of sequences, which flash kernels take in one launch. With L local
+tokens of a sequence, the steps are (L, L) causal for the lane's own keys, (L, L/2) for those of an earlier lane (the
+first of its two chunks) and (L/2, L) for those of a later one (the second half of the queries). With full attention
+every step is (L, L) without the keys of padding, which a causal mask hides by itself. Layers with a window are on no
+ring.
 
-With full attention every step is (L, L), but for the keys of padding, which a causal mask hides from all that counts
-and a full one does not. Layers with a window are on no ring: a lane has all keys of its sequences, and each row
-its range of them.
-
-Masks of samples that are made of few rectangles give a pack of the causal squares and packs of what is full; all others
-give *ranged* packs, which have two ranges of keys for every row each. Rows that see more are in several packs. Of
-ranges, kernels get which keys a block of rows touches (`SeenKeys`): they compute what is touched and nothing else.
-
-Everything is made on the host from the lengths that came with the plan, once per micro-batch, and kept in
-`LayerCache`: no layer asks the device for anything.
+Masks that consist of few rectangles give a pack of causal squares and packs of full rectangles. All others give
+*ranged* packs, with two ranges of keys for every row; rows that see more are in several packs. Kernels learn from
+`SeenKeys` which keys a block of rows touches. The host makes everything from the plan's lengths, once per micro-batch,
+and keeps it in `LayerCache`: no layer waits for the device.
 """
 
 from __future__ import annotations
@@ -34,12 +30,7 @@ from megatron.dynamic_cp.layout.sharding import count_held, packed_shard_positio
 
 
 class RowBlock(NamedTuple):
-    """Neighbouring rows, and the keys that they see.
-
-    Attributes:
-        rows: of the rectangle.
-        seen_by_all, seen_by_some: columns of the rectangle, ascending, none twice.
-    """
+    """Neighbouring rows of a rectangle, and the columns that all or only some of them see, ascending, none twice."""
 
     rows: slice
     seen_by_all: tuple[slice, ...]
@@ -47,18 +38,15 @@ class RowBlock(NamedTuple):
 
 
 class SeenKeys(NamedTuple):
-    """What the rows of one rectangle see of its columns.
-
-    Attributes:
-        ranges: two half-open ranges of columns for each row, on the device, int32 [rows, 4].
-        blocks: the same on the host, block by block.
+    """What the rows of one rectangle see of its columns. `ranges` are two half-open ranges of columns for each row,
+    int32 [rows, 4] on the device; `blocks` the same on the host.
     """
 
     ranges: Tensor
     blocks: tuple[RowBlock, ...]
 
     def sees(self, rows: slice, columns: Tensor) -> Tensor:
-        """Return which of `columns` each of `rows` sees, [rows, columns]."""
+        """Return which of `columns` each of `rows` sees, bool [rows, columns]."""
         begin, end, second, last = self.ranges[rows, :, None].unbind(1)
         return ((columns >= begin) & (columns < end)) | ((columns >= second) & (columns < last))
 
@@ -82,7 +70,7 @@ def _row_block(rows: slice, ranges: NDArray[np.int32]) -> RowBlock:
 
 
 def _runs(points: NDArray[np.int32], chosen: NDArray[np.bool_]) -> tuple[slice, ...]:
-    """Return the chosen intervals between neighbouring points, those that touch as one."""
+    """Return the chosen intervals between neighbouring points; those that touch are joined."""
     edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))  # the last point begins nothing
     return tuple(slice(*run) for run in points[edges].reshape(-1, 2).tolist())
 
@@ -92,15 +80,15 @@ class Pack:
     """Rectangles of one kernel call; sequence i of the queries meets sequence i of the keys and nothing else.
 
     Attributes:
-        mask: which keys of its rectangle a row sees; with CAUSAL all are aligned squares and row i sees keys 0..i.
-            None: those of `key_ranges`; the pack is ranged.
+        mask: which keys of its rectangle a row sees; with CAUSAL, rectangles are aligned squares and row i sees keys
+            0..i. None: the pack is ranged, `key_ranges` says it.
         row_seqlens, column_seqlens: queries and keys of each sequence, at least 1.
         cu_rows, cu_columns: their boundaries on the device, int32 [num_sequences + 1].
-        rows: which of the local tokens the queries are, none twice, int64 [sum(row_seqlens)]; None: all, in order.
-        columns: which of the keys at hand, int64 [sum(column_seqlens)]; None: all, in order. A key may be there for
-            several sequences; its gradient is the sum of theirs.
-        key_ranges: two half-open ranges of keys for each row, which share none, counted from the first column of its
-            rectangle, int32 [sum(row_seqlens), 4]; both may be empty. None: the pack is not ranged.
+        rows: which local tokens the queries are, none twice, int64 [sum(row_seqlens)]; None: all, in order.
+        columns: which of the keys at hand, int64 [sum(column_seqlens)]; None: all, in order. The gradient of a key that
+            several sequences have is the sum of theirs.
+        key_ranges: two disjoint half-open ranges of keys for each row, counted from the first column of its rectangle,
+            int32 [sum(row_seqlens), 4]; both may be empty. None: the pack is not ranged.
         host_ranges: the same on the host.
         kept: what kernels derive from it, by name, filled by the first layer.
     """
@@ -128,11 +116,8 @@ class Pack:
         columns: NDArray[np.int64] | None = None,
         key_ranges: NDArray[np.int32] | None = None,
     ) -> Pack:
-        """Return the pack with its tensors on `device`; `column_seqlens` None: as many keys as queries.
-
-        Args:
-            mask: of all rectangles, where there are no `key_ranges`.
-            key_ranges: as the attribute; makes the pack ranged.
+        """Return the pack with its tensors on `device`; `column_seqlens` None: as many keys as queries. `mask` is that
+        of all rectangles, unless `key_ranges` makes the pack ranged.
         """
         row_seqlens = tuple(row_seqlens)
         column_seqlens = row_seqlens if column_seqlens is None else tuple(column_seqlens)
@@ -155,7 +140,7 @@ class Pack:
 
     @property
     def causal(self) -> bool:
-        """Whether rows do not see the keys after them: what kernels ask for."""
+        """Whether no row sees the keys after it."""
         return self.mask == CAUSAL
 
     @property
@@ -169,7 +154,6 @@ class Pack:
         return max(self.column_seqlens)
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
-        """Yield where each sequence's queries and keys lie."""
         row = column = 0
         for num_rows, num_columns in zip(self.row_seqlens, self.column_seqlens, strict=True):
             yield slice(row, row + num_rows), slice(column, column + num_columns)
@@ -190,7 +174,7 @@ class Pack:
 
 
 def _are_inside(ranges: NDArray[np.int32], num_columns: NDArray[np.int64]) -> bool:
-    """Return whether the two ranges of every row lie in its columns and share none."""
+    """Return whether the two ranges of every row lie in its columns and are disjoint."""
     begin, end, second, last = ranges.T
     ordered = (begin >= 0) & (begin <= end) & (second >= 0) & (second <= last)
     apart = (end <= second) | (last <= begin) | (begin == end) | (second == last)
@@ -204,12 +188,12 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def dense_heads(x_THD: Tensor) -> Tensor:
-    """Return the tensor with the width of each head in one piece, as kernels read it; mostly it is the same tensor."""
+    """Return the tensor with contiguous head widths, as kernels read it; usually the same tensor."""
     return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
 
 
 def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> list[Pack]:
-    """Return the packs that this lane computes with the keys and values of lane `kv_rank` of its ring: mostly one."""
+    """Return the packs that this lane computes with the keys and values of lane `kv_rank` of its ring, usually one."""
     samples = params.masked_samples
     if isinstance(params.mask, Lambda):
         assert params.ring_size == 1, "windows are planned for one lane or a2a"
@@ -221,7 +205,7 @@ def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.devic
 
 
 def _as_samples(params: DynamicPackedSeqParams) -> list[Sample]:
-    """Return the sequences as samples that bring what layers see of them; no token sees the padding behind it."""
+    """Return the sequences as samples with the masks that these layers apply; no token sees the padding behind it."""
     if params.masked_samples is not None:
         return [replace(sample, mask=sample.mask_in(params.mask)) for sample in params.masked_samples]
     seqlens = params.padded_seqlens
@@ -229,7 +213,7 @@ def _as_samples(params: DynamicPackedSeqParams) -> list[Sample]:
 
 
 def _packs_of(samples: Sequence[Sample], padded_seqlens: Sequence[int], device: torch.device) -> Iterator[Pack]:
-    """Yield a pack of all causal squares, packs of all that is full, and ranged ones of the masks that are neither."""
+    """Yield a pack of all causal squares, packs of all full rectangles, and ranged packs of the other masks."""
     squares: list[Rectangle] = []
     full: dict[int, list[Rectangle]] = {}
     ranged: list[Rectangle] = []
@@ -258,10 +242,7 @@ def _packs_of(samples: Sequence[Sample], padded_seqlens: Sequence[int], device: 
 
 
 def _levels(rectangles: Sequence[Rectangle]) -> Iterator[tuple[int, Rectangle]]:
-    """Yield the rectangles of a sample with numbers from 0; those of one number share no rows.
-
-    Rows of prefixes of prefixes lie within each other: then the number is how many they lie in.
-    """
+    """Yield each rectangle with its level: how many others lie around its rows; those of one level share no rows."""
     ends: list[int] = []
     for one in sorted(rectangles, key=lambda one: (one.first_row, -one.num_rows)):
         while ends and ends[-1] <= one.first_row:
@@ -271,7 +252,7 @@ def _levels(rectangles: Sequence[Rectangle]) -> Iterator[tuple[int, Rectangle]]:
 
 
 def pairs_of_ranges(ranges: Sequence[NDArray[np.int32]]) -> Iterator[NDArray[np.int32]]:
-    """Yield the `Mask.key_ranges` of some sequences as those of packs, which have two for each row; empty ones last."""
+    """Yield the `Mask.key_ranges` of some sequences as those of packs, two for each row; empty ones come last."""
     width = max(one.shape[1] for one in ranges)
     if width == 4:
         yield np.concatenate(ranges)
@@ -288,7 +269,7 @@ def pairs_of_ranges(ranges: Sequence[NDArray[np.int32]]) -> Iterator[NDArray[np.
 
 
 def _with_padding(ranges: NDArray[np.int32], padded: int) -> NDArray[np.int32]:
-    """Return the key ranges of a sequence with those of its padding, which is a causal sequence of its own."""
+    """Return the key ranges of a sequence and of its padding, which is a causal sequence of its own."""
     of_padding = np.zeros((padded - len(ranges), ranges.shape[1]), np.int32)
     of_padding[:, :4] = CAUSAL.key_ranges(len(of_padding))
     of_padding[:, :2] += len(ranges)
@@ -296,7 +277,6 @@ def _with_padding(ranges: NDArray[np.int32], padded: int) -> NDArray[np.int32]:
 
 
 def _pack_of(rectangles: Sequence[Rectangle], num_tokens: int, device: torch.device, **which: Any) -> Pack:
-    """Return the pack of `rectangles` of a sequence of `num_tokens`; `which` keys they see: as `Pack.build`."""
     first_row, num_rows, first_column, num_columns, _ = np.array(rectangles).T
     rows, columns = _ranges(first_row, num_rows), _ranges(first_column, num_columns)
     return Pack.build(
@@ -314,7 +294,7 @@ def _is_all(tokens: NDArray[np.int64], number: int) -> bool:
 
 
 def ring_pack(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> Pack:
-    """Return `ring_packs` of causal sequences."""
+    """Return the one pack of `ring_packs` for causal sequences."""
     whole = params.ring_seqlens
     halves = tuple(seqlen // 2 for seqlen in whole)
     if kv_rank == params.ring_rank:
@@ -327,7 +307,7 @@ def ring_pack(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device
 
 
 def full_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> list[Pack]:
-    """Return `ring_packs` of sequences with full attention: none where that lane holds nothing but padding."""
+    """Return `ring_packs` of sequences with full attention: none where that lane holds only padding."""
 
     def build() -> list[Pack]:
         of_sequences = zip(params.seqlens, params.padded_seqlens, strict=True)
@@ -357,11 +337,9 @@ def _full_packs(
 
 
 def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list[Pack]:
-    """Return the packs that this lane computes with the keys of its whole group, in the order of the sequences.
-
-    Full: one pack. With a window: one, in which each row has its range of keys. Causal: a lane holds two chunks of each
-    sequence. First come the diagonal squares of both, then what lies before the second chunk, then what lies before the
-    first one: in three packs, so that no key is twice in one.
+    """Return the packs that this lane computes with the keys of its whole group, in the order of the sequences. Full
+    attention and windows take one pack. Causal takes three, so that no key is twice in one: the diagonal squares of
+    the lane's two chunks of each sequence, the keys before the second chunk, and those before the first.
     """
     size, rank = params.cp_group.size(), params.cp_group.rank()
     if params.mask == FULL:
@@ -397,7 +375,6 @@ def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list
 
 
 def _windowed_pack(mask: Mask, padded_seqlens: Sequence[int], size: int, rank: int, device: torch.device) -> Pack:
-    """Return the pack of a lane's zigzag shard against the gathered keys."""
     shards = (packed_shard_positions((seqlen,), size, rank) for seqlen in padded_seqlens)
     ranges = [mask.key_ranges(seqlen)[shard] for seqlen, shard in zip(padded_seqlens, shards, strict=True)]
     return Pack.build([len(one) for one in ranges], padded_seqlens, device=device, key_ranges=np.concatenate(ranges))
@@ -410,7 +387,6 @@ def _ranges(starts: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArra
 
 
 def _half_rows(halves: Sequence[int] | NDArray[np.integer], *, second: bool) -> NDArray[np.int64]:
-    """Return the rows of the first or second half of each sequence, in a pack of sequences twice as long."""
     lengths = np.asarray(halves)
     starts = 2 * (np.cumsum(lengths) - lengths) + (lengths if second else 0)
     return _ranges(starts, lengths)

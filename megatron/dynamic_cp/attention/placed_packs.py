@@ -23,11 +23,8 @@ from megatron.dynamic_cp.attention.packs import Pack, pairs_of_ranges, to_device
 
 
 class Message(NamedTuple):
-    """Tokens that travel between this lane and another one in one round.
-
-    Attributes:
-        lane: the other one, of the bucket.
-        rows, columns: among those that this lane works with, int64, in the same order on both sides.
+    """Tokens exchanged with another `lane` of the bucket in one round: int64 indices of the rows and columns that this
+    lane works with, in the same order on both sides.
     """
 
     lane: int
@@ -43,7 +40,7 @@ class Round(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Neighbouring tokens of a sample that a lane holds; `sample` is a number among those of the lane."""
+    """Neighbouring tokens of a sample that a lane holds; `sample` indexes `PlacedLane.samples`."""
 
     sample: int
     start: int
@@ -54,16 +51,15 @@ class Home(NamedTuple):
 class PlacedLane:
     """A lane's part of a placed bucket.
 
-    The lanes of an inner group have one programme, and hold its tokens, with padding at their end, in equal runs.
+    The lanes of an inner group share one programme and hold its tokens, padded at the end, in equal runs.
 
     Attributes:
-        programme: of this lane or its inner group; where some layers have no window, of these.
+        programme: of this lane or its inner group; for the layers without a window, if there are some.
         samples: of the bucket.
         num_tokens: that it holds, with padding.
-        inner_cp_size: lanes of the inner group.
-        inner_rank: this lane's rank among them.
+        inner_cp_size, inner_rank: lanes of the inner group, and this lane's rank among them.
         first_in_group: rank of the bucket's first lane in the process group of the micro-batch.
-        state_runs: of all lanes, where layers with linear attention pass on states; None: no layers do.
+        state_runs: of all lanes, where layers with linear attention pass on states; else None.
     """
 
     programme: Programme
@@ -89,7 +85,7 @@ class PlacedLane:
         return [part for part in parts if part.start < part.stop]
 
     def shards(self) -> list[NDArray[np.int64]]:
-        """Return the tokens that this lane holds of each sample (of most none), and behind them its padding."""
+        """Return the tokens that this lane holds of each sample (of most none), and last its padding."""
         held = [[np.zeros(0, np.int64)] for _ in self.samples]
         num_held = 0
         for home in self.homes:
@@ -99,9 +95,7 @@ class PlacedLane:
 
     def packs(self, device: torch.device, mask: Mask = CAUSAL) -> PlacedPacks:
         """Return the programme for layers with `mask`, with its tensors on `device`; samples may bring other masks.
-
-        Raises:
-            UnsupportedFeatureError: the plan was made for layers with other windows.
+        Raises UnsupportedFeatureError: the plan was made for layers with other windows.
         """
         masks = [sample.mask_in(mask) for sample in self.samples]
         seqlens = [sample.seqlen for sample in self.samples]
@@ -109,19 +103,18 @@ class PlacedLane:
         return build_placed_packs(programme, masks, seqlens, self.inner_cp_size * self.num_tokens, device)
 
     def member_of(self, lane: int) -> int:
-        """Return the rank in the process group with which this lane exchanges for a lane of the placement."""
+        """Return the group rank with which this lane exchanges for `lane` of the placement."""
         return self.first_in_group + lane * self.inner_cp_size + self.inner_rank
 
 
 class PlacedPacks(NamedTuple):
-    """A lane's programme with its tensors on the device.
+    """A lane's programme with its tensors on the device: the lane's tokens with padding, and room behind them for
+    fetched rows and columns.
 
     Attributes:
-        num_tokens: of the lane, with padding at their end.
-        row_room, column_room: tokens of the buffers behind them.
         divisions: packs of each.
         rounds: (division, round) -> messages, where there are some.
-        relays: whether the lane hands on what it fetches to its neighbours, and gives back what they give it.
+        relays: whether the lane hands what it fetches on to its neighbours, and returns what they give back.
     """
 
     num_tokens: int
@@ -135,11 +128,8 @@ class PlacedPacks(NamedTuple):
 def build_placed_packs(
     programme: Programme, masks: Sequence[Mask], seqlens: Sequence[int], num_tokens: int, device: torch.device
 ) -> PlacedPacks:
-    """Return the programme of a lane with its tensors on `device`.
-
-    Args:
-        masks, seqlens: of the bucket's samples.
-        num_tokens: of the lane, with padding.
+    """Return a lane's programme with its tensors on `device`; masks and lengths are of the bucket's samples.
+    `num_tokens` counts the lane's tokens with padding.
     """
     held = programme.held
     starts = np.array([one.place + (num_tokens if one.kind >= 0 else 0) for one in held], np.int64)
@@ -184,10 +174,8 @@ def _packs_of_division(
     tokens_of: Callable[[Iterable[int]], NDArray[np.int64]],
     device: torch.device,
 ) -> Iterator[Pack]:
-    """Yield a pack of the causal squares, one of full rectangles, and ranged packs.
-
-    Rows with the same keys are one rectangle with all of these keys, whichever homes they are from: kernels compute few
-    large rectangles, however finely homes are cut.
+    """Yield a pack of the causal squares, one of full rectangles, and ranged packs. Rows with the same keys form one
+    rectangle, whichever homes they are from: few large rectangles, however finely homes are cut.
     """
     squares: list[tuple[int, int]] = []
     full: dict[int, list[int]] = {}
@@ -232,10 +220,7 @@ def _key_ranges(
     masks: Sequence[Mask],
     seqlens: Sequence[int],
 ) -> Iterator[NDArray[np.int32]]:
-    """Yield the ranges of keys that each row sees, two at a time (`pairs_of_ranges`).
-
-    A row's keys are parts of its sample in ascending order, one after the other.
-    """
+    """Yield the key ranges of each row, two at a time; a row's keys are its sample's parts in ascending order."""
     found = []
     by_sample: dict[int, NDArray[np.int32]] = {}
     for row in rows:
@@ -246,7 +231,7 @@ def _key_ranges(
         starts = np.array([held[column].start for column in columns])
         assert (np.diff(starts) > 0).all(), "tiles come in the order of their keys"
         lengths = np.array([held[column].num_tokens for column in columns])
-        # Keys before each bound that are there: so a range of the sample becomes a range of what is there.
+        # Counting the keys present before each bound turns a range of the sample into one of the keys present.
         bounds = by_sample[number][held[row].start : held[row].stop, :, None]
         found.append(np.clip(bounds - starts, 0, lengths).sum(axis=-1).astype(np.int32))
     return pairs_of_ranges(found)

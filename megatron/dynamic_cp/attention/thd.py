@@ -43,18 +43,14 @@ def attention_thd(
 ) -> Tensor:
     """Return attention inside each packed sequence, [T, heads, dim], over the CP group of the micro-batch.
 
-    Which keys a token sees is the `mask` of `params`, causal, full or a window, or that of its sample; nobody sees
-    padding.
-
-    One lane is a ring of one with any exchange: the same code without a transfer.
+    The mask of its sample, or else `params.mask` (causal, full or a window), says which keys a token sees; nobody sees
+    padding. One lane is a ring of one with any exchange.
 
     Args:
         q_THD: local shard [T, heads, dim]; k_THD, v_THD: [T, kv_heads, dim], kv_heads divides heads. Values may be
-            narrower: kernels get them padded, and so is what is returned; where only keys and values travel, by a ring
-            or a gathering, they travel as they are.
+            narrower: a ring or a gathering sends them so; kernels get them, and return the output, padded.
         backend: one of `kernels.choice.BACKENDS`.
-        softmax_offset_H: [heads], for each head a score that every token sees besides, of a value of 0 (a learned
-            sink); None: there is none.
+        softmax_offset_H: [heads], a score of each head that every token also sees, with a value of 0 (a learned sink).
 
     Raises:
         UnsupportedFeatureError: no kernel for these tensors, or see `executor_of`.
@@ -78,10 +74,9 @@ def attention_from_latents(
 
     Args:
         q_THD: local shard [T, heads, key width].
-        latent_TC: local shard of normalized latents [T, latent].
-        rotated_TC: local shard of the rotated key that all heads share [T, rotated].
+        latent_TC, rotated_TC: local shards of normalized latents [T, latent], and of the key that heads share [T,
+            rotated].
         weight: projects latents up to keys without rotation and values, [heads * (content + value), latent].
-        widths: of the parts of a head.
 
     Raises:
         UnsupportedFeatureError: no kernel for these tensors.
@@ -92,11 +87,8 @@ def attention_from_latents(
 
 
 def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> Executor:
-    """Return how the CP group of a micro-batch computes attention; heads are those of a tensor-parallel rank.
-
-    Raises:
-        UnsupportedFeatureError: an exchange that is not built here, or does not serve windows, or heads that it cannot
-            share out.
+    """Return the executor for a micro-batch's CP group; heads are those of a tensor-parallel rank. Raises
+    UnsupportedFeatureError: the exchange is not built here, does not serve windows, or cannot share out these heads.
     """
     assert params.cp_group is not None
     make = Ring if params.cp_group.size() == 1 else executor_class(params)
@@ -125,7 +117,7 @@ def executor_class(params: DynamicPackedSeqParams) -> type[Executor] | None:
 
 
 class Attention(torch.autograd.Function):
-    """What the forward and the backward pass of every executor have in common; see `attention_thd`."""
+    """The forward and backward pass that all executors share; see `attention_thd`."""
 
     @staticmethod
     def forward(
@@ -169,7 +161,7 @@ class Attention(torch.autograd.Function):
 
 
 class _FromLatents(torch.autograd.Function):
-    """Forward and backward pass of `attention_from_latents`; values as wide as keys."""
+    """The forward and backward pass of `attention_from_latents`, with values padded to the width of keys."""
 
     @staticmethod
     def forward(
@@ -198,10 +190,11 @@ class _FromLatents(torch.autograd.Function):
         ring = _latent_ring(ctx.params, query, weight, ctx.widths)
         rows = RowGradients(grad_THD, query, out, lse_HT, ctx.kernel, ctx.scale)
         grad_TC = ring.attend_backward(rows, latents_TC)
-        # Each by itself: megatron-core sums a gradient over TP ranks in place, and loses the sum of one with gaps.
+        # Contiguous, because megatron-core sums a gradient over TP ranks in place, and loses the sum of one with gaps.
         grad_latent, grad_rotated = (one.contiguous() for one in grad_TC.split(ctx.widths.sent(weight), dim=-1))
         if hasattr(weight, "grad_added_to_main_grad"):
-            # A micro-batch on one lane may have added its gradient by itself, and said so for good; this one has not.
+            # A micro-batch on one lane may have added its gradient to main_grad and set this for good; this one has
+            # not.
             weight.grad_added_to_main_grad = False
         assert ring.up.grad_weight is not None
         grad_weight = ring.up.grad_weight.to(weight.dtype)

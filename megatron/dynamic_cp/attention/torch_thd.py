@@ -1,4 +1,4 @@
-"""The core attention that megatron-core builds when TransformerEngine is not used: THD, causal, windows, GQA."""
+"""The core attention that megatron-core builds without TransformerEngine: THD, causal, windows, GQA."""
 
 from __future__ import annotations
 
@@ -29,12 +29,8 @@ logger = logging.getLogger(__name__)
 
 def prepare_kernel(config: TransformerConfig, device: torch.device, *, ranges: bool = False) -> None:
     """Choose the kernels that attention of all kinds will use, log why, and check them on the device; at start-up.
-
-    Args:
-        ranges: tokens will see ranges of keys: the kernel for that is checked as well.
-
-    Raises:
-        UnsupportedFeatureError: no kernel can do what `config` asks for here, or it computes something else.
+    `ranges`: tokens will see ranges of keys, so the kernel for these is checked as well. Raises
+    UnsupportedFeatureError: no kernel can do what `config` asks for here, or one computes something else.
     """
     of_tensors = device, config.params_dtype, config.kv_channels
     kernels = [choose_kernel(config.attention_backend.name, *of_tensors)]
@@ -62,13 +58,8 @@ def prepare_kernel(config: TransformerConfig, device: torch.device, *, ranges: b
 
 
 class TorchTHDAttention(MegatronModule):
-    """`attention_thd` as the module that megatron-core builds.
-
-    Attributes:
-        window: of this layer, counted over the whole model; None: a token sees all before it.
-
-    Raises:
-        UnsupportedFeatureError: attention dropout, or a mask other than causal.
+    """`attention_thd` as the module that megatron-core builds. Its `window` is None where a token sees all before it.
+    Raises UnsupportedFeatureError: attention dropout, or a mask other than causal.
     """
 
     def __init__(
@@ -100,7 +91,7 @@ class TorchTHDAttention(MegatronModule):
         self._add_softmax_offset(config)
 
     def _add_softmax_offset(self, config: TransformerConfig) -> None:
-        """Make the score that each head sees besides, named as in megatron-core, alike for any number of TP ranks."""
+        """Make the additional score of each head, named as in megatron-core and the same for any number of TP ranks."""
         offset_H = torch.zeros(config.num_attention_heads, dtype=config.params_dtype)
         if config.softmax_type == "learnable" and config.perform_initialization:
             config.init_method(offset_H)
@@ -124,11 +115,8 @@ class TorchTHDAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: DynamicPackedSeqParams | None = None,
     ) -> Tensor:
-        """Return the context [T, 1, heads * value dim] of shards.
-
-        Args:
-            query: [T, heads, dim]; key: [T, kv_heads, dim].
-            value: [T, kv_heads, value dim], at most as wide as keys (narrower in latent attention).
+        """Return the context [T, 1, heads * value dim] of shards query [T, heads, dim] and key [T, kv_heads, dim].
+        `value` is [T, kv_heads, value dim], at most as wide as keys (narrower in latent attention).
         """
         params = DynamicPackedSeqParams.checked(packed_seq_params)
         params = params if self.window is None else params.with_mask(self.window)
@@ -146,12 +134,7 @@ class TorchTHDAttention(MegatronModule):
         widths: LatentWidths,
         params: DynamicPackedSeqParams,
     ) -> Tensor:
-        """Return the context [T, 1, heads * value width] of shards, with latents instead of keys and values.
-
-        Args:
-            query: [T, heads, key width].
-            latent, rotated, weight, widths: as for `attention_from_latents`.
-        """
+        """Return the context [T, 1, heads * value width] of shards; arguments as for `attention_from_latents`."""
         out_THD = attention_from_latents(
             query, latent, rotated, weight, widths, params, self.softmax_scale, self.backend
         )
@@ -163,7 +146,7 @@ class TorchTHDAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Return the offsets of this tensor-parallel rank's heads, where they are learned; see megatron-core's."""
+        """Return the learned offsets of this tensor-parallel rank's heads; see megatron-core's method."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
         )

@@ -2,8 +2,8 @@
 
     lengths -> plan (rank 0, published) -> this lane's samples -> packs -> zigzag shards -> one iterator per model chunk
 
-Plans and packs are made ahead of the step that needs them. Errors that only one rank can find are exchanged before the
-first collective of the step: all ranks continue, or all raise the same error.
+Plans and packs are made ahead of their step. Errors that only one rank can find are exchanged before the first
+collective of the step: all ranks continue, or all raise the same error.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ from megatron.dynamic_cp.plans.plan_source import FixedPlan, PlanSource, check_w
 
 
 class _Counted(NamedTuple):
-    """What a step runs on, in the order of Megatron's own wrapper."""
-
     data_iterators: list[Iterator[dict[str, Any]]]
     num_microbatches: int
     seqlen_sum: int
@@ -50,10 +48,8 @@ class _Counted(NamedTuple):
 
 
 class StepData(_Counted):
-    """What a step runs on: the four values of Megatron's own wrapper, which loops unpack.
-
-    Attributes:
-        run: runs it where its plan has a pool; None: one of megatron-core's schedules does.
+    """The four values of Megatron's own wrapper, which loops unpack. `run` runs a step whose plan has a pool; None: one
+    of megatron-core's schedules does.
     """
 
     run: RunStep | None = None
@@ -88,12 +84,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """Seconds of the latest `wrap` that this rank did nothing but wait.
-
-    Attributes:
-        plan_s: for the plan.
-        pack_s: for the packed micro-batches, or packing them where there are no workers.
-    """
+    """Seconds of the latest `wrap` spent waiting: for the plan, and for packs (packing them, without workers)."""
 
     plan_s: float
     pack_s: float
@@ -104,20 +95,17 @@ class DataIteratorWrapper:
 
     Args:
         plan_source: makes the plan, the same on all ranks; a series of its own.
-        read_sample: sample_id -> its tokens; called for the samples of this lane only, once each.
-        groups: prebuilt CP groups.
-        chunks: what each model chunk of this rank needs.
-        device: where the tensors go.
+        read_sample: sample_id -> its tokens; called once for each sample of this lane.
+        device: where the tensors go; None: where the job's collectives run.
         num_workers: processes that read and pack ahead; 0 packs inside `wrap`.
-        verify: "digest" compares the plan's digest over all ranks in each step; "full" also judges the whole plan on
+        verify: "digest" compares the plan's digest over all ranks in each step; "full" also checks the whole plan on
             every rank and reads every sample again to follow its tokens; "off" does neither.
-        may_place: plans may have placed attention; not with routers that count the tokens of samples.
+        may_place: whether plans may have placed attention; not with routers that count the tokens of samples.
 
     Attributes:
-        plan: the latest plan, as this lane sees it.
-        rank_tokens: padded tokens of this rank in each micro-batch of it.
-        waits: how long the latest `wrap` waited.
-        exchange_stats: bytes that this rank's attention sent since the latest `wrap`.
+        plan, rank_tokens: the latest plan, as this lane sees it, and this rank's padded tokens in each micro-batch of
+            it.
+        waits, exchange_stats: of the latest `wrap`, and what this rank's attention has sent since.
     """
 
     def __init__(
@@ -156,23 +144,14 @@ class DataIteratorWrapper:
         self.exchange_stats = ExchangeStats()
 
     def look_ahead(self, step: int, samples: Sequence[Sample]) -> None:
-        """Start making plan and packs of a coming step; returns immediately. In the order of the steps, on all ranks.
-
-        Args:
-            samples: the global batch, the same on all ranks.
-        """
+        """Start making plan and packs of a coming global batch, on all ranks in the order of steps; returns at once."""
         self._source.request(step, samples)
         self._requested.add(step)
 
     def wrap(self, step: int, samples: Sequence[Sample]) -> StepData:
-        """Return the iterators and counts of global batch `step`. Collective over the job.
-
-        Args:
-            samples: the global batch, the same on all ranks and the one that `look_ahead` was given, if it was.
-
-        Raises:
-            DynamicCPError: no plan, an illegal one, ranks that disagree, or a sample that could not be read; the same
-                on all ranks.
+        """Return the iterators and counts of global batch `step`. Collective over the job. `samples`: the global batch,
+        the same on all ranks and in `look_ahead`, if that was called. Raises DynamicCPError: no plan, an illegal
+        one, ranks that disagree, or a sample that could not be read; the same on all ranks.
         """
         if step not in self._requested:
             self.look_ahead(step, samples)
@@ -208,7 +187,7 @@ class DataIteratorWrapper:
         return StepData.of(self.plan, batches, self._chunks, run)
 
     def steps(self, batches: Iterable[tuple[int, Sequence[Sample]]]) -> Iterator[Step]:
-        """Yield every batch (step, samples) with what `wrap` returns of it, looking ahead; see `wrap`."""
+        """Yield every batch (step, samples) with the result of its `wrap`, looking ahead."""
         coming = iter(batches)
         ahead: deque[tuple[int, Sequence[Sample]]] = deque()
         while True:
@@ -221,12 +200,12 @@ class DataIteratorWrapper:
             yield Step(step, samples, self.wrap(step, samples))
 
     def close(self) -> None:
-        """Stop fetching plans and packing; the plan source is closed, too."""
+        """Stop fetching plans and packing, and close the plan source."""
         self._source.close()
         self._packer.close()
 
     def _check(self, step: int, plan: LanePlan, samples: Sequence[Sample]) -> None:
-        """Compare this lane's part with what this rank knows of the batch; in full, judge the whole plan."""
+        """Compare this lane's part with the batch that this rank knows; with "full" also check the whole plan."""
         if self._verify == "full":
             check_whole(step, self._source.whole(step), plan, samples)
         for index, bucket in enumerate(plan.buckets if not self._may_place else ()):

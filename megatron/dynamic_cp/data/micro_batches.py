@@ -2,7 +2,7 @@
 
     buckets -> pack_step (numpy, any process: reads, pads, shards) -> PackedStep -> micro_batches (this rank's device)
 
-A packed step is two flat tensors and a short list, so that it moves between processes and to a GPU in two copies.
+A packed step is a few flat tensors and a short list, so it moves between processes and to a GPU in few copies.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class PoolSteps(NamedTuple):
     """What the pool adds to the steps of plans that have one (`dynamic_cp.plans.extension`).
 
     Attributes:
-        pack: of a lane's plan, stage, model chunks of a stage and [micro-batch] padded tokens of a rank: what this rank
-            does beside its micro-batches. It travels from processes that pack ahead.
-        group: whose members exchange the attention of all micro-batches.
-        ready: of what was packed, with groups and the counter of the step: what runs the step.
+        pack: (lane plan, stage, vp_size, padded rank tokens of each micro-batch) -> what this rank does beside its
+            micro-batches; sent by processes that pack ahead.
+        group: returns the group whose members exchange the attention of all micro-batches.
+        ready: (packed, groups, counter of the step) -> what runs the step.
     """
 
     pack: Callable[[LanePlan, int, int, list[int]], object]
@@ -75,10 +75,7 @@ class PoolSteps(NamedTuple):
 
 
 def pool_steps(extension: object) -> PoolSteps | None:
-    """Return what the pool adds to a step whose plan has `extension`, as it came or packed; None: it has no pool.
-
-    The pool is a leaf: it is imported where a plan has one.
-    """
+    """Return what the pool, a leaf loaded only here, adds to a step whose plan has `extension`; None: no pool."""
     if not extension:
         return None
     steps: PoolSteps = importlib.import_module("megatron.dynamic_cp.pool.kind").STEPS
@@ -87,10 +84,8 @@ def pool_steps(extension: object) -> PoolSteps | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkNeeds:
-    """Which tensors a model chunk reads: the first of the pipeline tokens, the last labels and loss mask.
-
-    Attributes:
-        num_depths: modules of multi-token prediction, which read tokens, too.
+    """Which tensors a model chunk reads: the first of the pipeline tokens, the last labels and loss mask. `num_depths`
+    counts modules of multi-token prediction, which read tokens, too.
     """
 
     tokens: bool
@@ -107,11 +102,8 @@ class ChunkNeeds:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBucket:
     """A bucket without its tokens: padded lengths of its sequences over the whole group, one for an empty place.
-
-    Attributes:
-        seqlens, masked_samples: as in `DynamicPackedSeqParams`.
-        placed: what this lane does, where attention is placed; its padded lengths are then those of the lane.
-        state_exchange: how its lanes share layers with linear attention.
+    `seqlens` and `masked_samples` are as in `DynamicPackedSeqParams`. With `placed`, this lane's part of placed
+    attention, the padded lengths are the lane's.
     """
 
     first_lane: int
@@ -126,7 +118,7 @@ class PackedBucket:
 
     @property
     def is_empty_place(self) -> bool:
-        """Whether no token is a sample's."""
+        """Whether it has no token of a sample."""
         return self.seqlens is None and self.placed is None
 
     @property
@@ -144,7 +136,7 @@ class PackedStep:
     Attributes:
         buckets: one per micro-batch.
         positions: int64 [T], as in `DynamicPackedSeqParams`.
-        cu_seqlens: int32, the boundaries of the padded sequences of each bucket, bucket after bucket.
+        cu_seqlens: int32, the boundaries of the padded sequences, bucket after bucket.
         columns: int64 [3, T]: tokens, labels and position ids, all 0 for padding; None where no chunk reads any.
         loss_mask: float32 [T], 0 for padding; None where `columns` is.
         future_columns, future_loss_mask: as in `FutureColumns`; None where no chunk reads any.
@@ -161,11 +153,10 @@ class PackedStep:
     extension: object = None
 
     def pin_memory(self) -> PackedStep:
-        """Return the step in page-locked memory, from which a GPU copies without waiting (called by DataLoader)."""
+        """Return the step in page-locked memory, for copies to a GPU without waiting; DataLoader calls this."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> PackedStep:
-        """Return the step on `device`."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> PackedStep:
@@ -174,7 +165,7 @@ class PackedStep:
         return replace(self, **moved)
 
     def future(self, part: slice) -> FutureColumns | None:
-        """Return the columns of some local tokens for multi-token prediction; None: there are no such modules."""
+        """Return the columns of some local tokens for multi-token prediction; None without such modules."""
         if self.future_columns is None or self.future_loss_mask is None:
             return None
         return FutureColumns(columns=self.future_columns[..., part], loss_mask=self.future_loss_mask[..., part])
@@ -186,10 +177,9 @@ def pack_step(
     """Return the padded shard of every micro-batch of a lane.
 
     Args:
-        read_sample: sample_id -> its tokens; called once for each sample of each bucket. None: no chunk of this rank
-            reads tokens or labels.
+        read_sample: sample_id -> its tokens, once per sample of each bucket; None: no chunk reads tokens or labels.
         num_depths: modules of multi-token prediction on this rank.
-        stage, vp_size: of the pipeline; only a pool asks for them.
+        stage, vp_size: of the pipeline; only a pool uses them.
 
     Raises:
         DataError: a sample that is not as long as the plan says, or what `read_sample` raises.
@@ -200,7 +190,7 @@ def pack_step(
         if num_depths:
             _check_has_future(bucket)
         shards = shards_of(of_lane, plan.lane)
-        # Behind the shards of samples there may be one that is nothing but padding.
+        # A last shard without a sample is only padding.
         places = [_positions(sample, shard) for sample, shard in zip(bucket.samples, shards, strict=False)]
         places += shards[len(places) :]
         positions += places
@@ -240,7 +230,6 @@ def _check_has_future(bucket: Bucket) -> None:
 
 
 def packed_buckets(plan: LanePlan) -> list[PackedBucket]:
-    """Return the buckets of a lane without their tokens."""
     return [_packed(bucket, plan, plan.parts.get(index)) for index, bucket in enumerate(plan.buckets)]
 
 
@@ -280,9 +269,8 @@ def _packed(bucket: Bucket, plan: LanePlan, part: Any) -> PackedBucket:
 
 
 def shards_of(bucket: PackedBucket, lane: int) -> list[NDArray[np.int64]]:
-    """Return which token of its sequence each local token is, from 0, for each sequence of the pack.
-
-    `PackedStep.positions` says that where all samples are causal; several tokens of others may have one position.
+    """Return, for each sequence of the pack, which of its tokens, from 0, each local token is. These are
+    `PackedStep.positions` if all samples are causal; with other masks several tokens may share a position.
     """
     if bucket.placed is not None:
         return bucket.placed.shards()
@@ -297,14 +285,9 @@ def read_shard(
     read_sample: ReadSample,
     num_depths: int = 0,
 ) -> dict[str, NDArray[Any]]:
-    """Return COLUMNS of the local tokens, 0 in all of them for padding.
-
-    Also "tokens 1", "labels 1" and so on: of the token 1 to `num_depths` places further on in the same sample, 0 where
-    the sample has ended.
-
-    Args:
-        shards: for each sequence of the pack which of its tokens this rank holds.
-        places: their positions, of `_positions`.
+    """Return COLUMNS of the local tokens, 0 in all of them for padding. `shards` are the tokens that this rank holds of
+    each sequence, `places` their positions (`_positions`). "tokens 1", "labels 1" and so on are of the token 1 to
+    `num_depths` places later in the sample, 0 after its end.
     """
     columns = defaultdict[str, list[NDArray[Any]]](list)
     held = zip(bucket.samples, shards, strict=False)
@@ -349,16 +332,10 @@ def micro_batches(
     mask: Causal | Full = CAUSAL,
 ) -> Iterator[dict[str, Any]]:
     """Yield the micro-batches of a lane: [1, T] views of the step's tensors, and the packed-sequence parameters.
-
-    Args:
-        label: where in the run this is, for error messages.
-        stats: counter that the attention of all of them adds to.
-        mask: of the model's layers.
-
-    Raises:
-        InvalidInputError: a bucket whose CP group was not built.
+    `label` names the place in the run for errors, `stats` counts the bytes of their attention. Raises
+    InvalidInputError: a CP group was not built.
     """
-    # All of them, before the first one is computed. A pool brings the programmes of lanes.
+    # Find all groups before the first micro-batch is computed; with a pool, the pool's group serves all.
     pool = pool_steps(packed.extension)
     common = None if pool is None else pool.group(groups)
     held = [groups_of(bucket, groups) if common is None else (common, (None, common)) for bucket in packed.buckets]
@@ -407,11 +384,7 @@ def micro_batches(
 
 
 def groups_of(bucket: PackedBucket | Bucket, groups: DynamicCPGroups) -> tuple[ProcessGroup, Levels]:
-    """Return the CP group of a bucket, and those of the two levels of its exchange.
-
-    Raises:
-        InvalidInputError: one of them was not built.
-    """
+    """Return a bucket's CP group and those of its exchange's levels. Raises InvalidInputError: one was not built."""
     place = bucket.first_lane, bucket.cp_size
     if is_placed(bucket.cp_comm_type):
         group = groups.around(*place)[1]
@@ -420,7 +393,7 @@ def groups_of(bucket: PackedBucket | Bucket, groups: DynamicCPGroups) -> tuple[P
 
 
 def for_chunk(batches: Sequence[dict[str, Any]], needs: ChunkNeeds) -> Iterator[dict[str, Any]]:
-    """Return for each micro-batch what a chunk reads, None for the rest, as `handed_out`."""
+    """Return an iterator over what a chunk reads of each micro-batch, None for the rest; see `handed_out`."""
     return handed_out(
         {
             "tokens": batch.get("tokens") if needs.tokens else None,
@@ -434,7 +407,7 @@ def for_chunk(batches: Sequence[dict[str, Any]], needs: ChunkNeeds) -> Iterator[
 
 
 def handed_out(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield micro-batches, and hold none that is handed out: what layers cache on it ends with its backward pass."""
+    """Yield micro-batches without holding them, so what layers cache on one ends with its backward pass."""
     waiting = deque(batches)
     del batches
     while waiting:

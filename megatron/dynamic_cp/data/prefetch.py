@@ -2,8 +2,8 @@
 
     submit(step's plan) -> queue -> DataLoader worker: reads, pads, shards -> shared (or page-locked) memory -> take()
 
-Workers get a plan as soon as it is known. They are torch DataLoader workers over a data set that waits for plans, so
-that shared memory, page-locking and a worker's death are torch's to handle.
+Workers are torch DataLoader workers over a data set that waits for plans, so shared memory, page-locking and a worker's
+death are torch's to handle.
 """
 
 from __future__ import annotations
@@ -38,13 +38,8 @@ _OF_BUS_ERROR = (
 
 
 class Packer:
-    """Packs one lane's steps, in the order in which they are submitted.
-
-    Args:
-        read_sample: see `pack_step`.
-        num_depths, stage, vp_size: see `pack_step`.
-        num_workers: processes; 0 packs inside `take`.
-        pin_memory: hand out page-locked memory, for copies to a GPU.
+    """Packs one lane's steps in the order of submission; most arguments are as of `pack_step`. With `num_workers` 0 it
+    packs inside `take`. `pin_memory` returns page-locked memory, for copies to a GPU.
     """
 
     def __init__(
@@ -86,7 +81,7 @@ class Packer:
             self._workers = set(multiprocessing.active_children()) - others
 
     def submit(self, plan: LanePlan) -> None:
-        """Have the next step packed; from any one thread."""
+        """Queue the next step for packing, always from the same thread."""
         if self._packed is None:
             self._plans.append(plan)
         else:
@@ -94,11 +89,7 @@ class Packer:
             self._num_submitted += 1
 
     def take(self) -> PackedStep:
-        """Return the oldest step that was not taken yet.
-
-        Raises:
-            DynamicCPError: a sample could not be read, or a worker died.
-        """
+        """Return the oldest step not yet taken. Raises DynamicCPError: a sample could not be read, or a worker died."""
         if self._packed is None:
             with span("packing"):
                 packed = self._pack(self._plans.popleft())
@@ -107,7 +98,7 @@ class Packer:
             self._raise_of_ended_workers()
             outcome = next(self._packed)
         except (RuntimeError, ConnectionError, EOFError) as error:
-            # RuntimeError is DataLoader's word for a dead worker; the others come while a worker hands a pack over.
+            # DataLoader raises RuntimeError for a dead worker; the others come while a worker hands a pack over.
             what = error if isinstance(error, RuntimeError) else f"DataLoader worker ended as it sent a pack ({error})"
             remedy = (
                 _OF_BUS_ERROR
@@ -120,7 +111,7 @@ class Packer:
         return outcome
 
     def _raise_of_ended_workers(self) -> None:
-        """Say which worker has died before DataLoader waits for its pack: it looks for the dead every 5 s only."""
+        """Raise if a worker has died, before DataLoader waits for its pack: it looks only every 5 s."""
         for worker in self._workers:
             if (code := worker.exitcode) is not None:
                 how = f"was killed by signal {-code}" if code < 0 else f"exited unexpectedly with code {code}"
@@ -174,15 +165,13 @@ class _Packing(IterableDataset):
 
 @functools.cache
 def keep_what_forks_inherit() -> None:
-    """Let no fork of this process collect garbage that it inherits: it would die of freeing an event of CUDA."""
+    """Exempt inherited objects from garbage collection in forked children: freeing a CUDA event would kill them."""
     os.register_at_fork(after_in_child=gc.freeze)
 
 
 @contextlib.contextmanager
 def _own_child_signal() -> Iterator[None]:
-    """Undo what DataLoader does to SIGCHLD: it would raise in the main thread wherever that is, inside a collective or
-    the store; `take` notices a dead worker, too.
-    """
+    """Undo DataLoader's SIGCHLD handler, which may raise inside a collective; `take` notices a dead worker anyway."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -194,9 +183,7 @@ def _own_child_signal() -> Iterator[None]:
 
 
 def _prepare_worker(parent: int, _: int) -> None:
-    """Leave signals to the rank: it finishes its step first, and then ends its workers. Do not outlive it, though:
-    a worker was forked and holds the rank's connections, so that peers would take it for alive.
-    """
+    """Ignore signals, which the rank handles after its step; die with the rank, whose connections a fork holds open."""
     die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What is read of one sample: tokens, labels and loss mask; of plain samples and of several responses to a prompt."""
+"""What is read of one sample: tokens, labels and loss mask; also of several responses to a prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SampleTokens:
 
     Attributes:
         tokens, labels: int64 [S].
-        loss_mask: float32 [S], 1 where the label counts: everywhere, or in a chat where its assistant wrote it.
+        loss_mask: float32 [S], 0 where the label does not count, else 1, or the number of branches that share it.
     """
 
     tokens: NDArray[np.int64]
@@ -36,23 +36,17 @@ class SampleTokens:
 
     @classmethod
     def repeating(cls, tokens: NDArray[np.int64]) -> SampleTokens:
-        """Return a sample for measuring: every token is its own label, and all of them count."""
+        """Return a sample for measuring: every token is its own label, and all count."""
         return cls(tokens=tokens, labels=tokens, loss_mask=np.ones(len(tokens), np.float32))
 
 
 def shared_question(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> tuple[SampleTokens, SharedQuestion]:
     """Return one prompt with several responses as one sample, with a loss on the responses, and its mask.
 
-    Its loss and gradients are those of the pairs trained apart. The prompt is there once. Each response sees it and
-    itself, and its positions go on from the prompt's end. The last token of the prompt is there once for each response,
-    because its label is the first token of that response. So the labels are prompt and responses one after the other.
-
-    Args:
-        prompt: at least 2 tokens.
-        responses: at least 1 of at least 1 token; their ends of document are tokens like others.
-
-    Raises:
-        InvalidInputError: fewer.
+    Loss and gradients equal those of the pairs trained apart. Each response sees the prompt and itself, and its
+    positions go on from the prompt's end. The prompt is there once but for its last token, which each response repeats,
+    because its label is the response's first token. So the labels are prompt and responses one after the other. Raises
+    InvalidInputError for a prompt below 2 tokens, no response or an empty one.
     """
     if len(prompt) < 2 or not responses or min(map(len, responses)) < 1:
         raise InvalidInputError(
@@ -68,14 +62,9 @@ def shared_question(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -
 
 
 def sample_of(document: NDArray[np.int64], is_target: NDArray[np.bool_] | None, mask: Branches | None) -> SampleTokens:
-    """Return the sample of a document, or of its beginning: all but its first token are labels.
-
-    A token that is learned counts once for each branch that it is part of, as with the branches apart.
-
-    Args:
-        document: of segments these one after the other, each with its first token that has a label.
-        is_target: which of its tokens are learned; None: all.
-        mask: of such a document; None: one of other kinds.
+    """Return the sample of a document, or of its beginning: all but its first token are labels. A learned token counts
+    once for each branch that it is part of. `is_target` says which tokens are learned, None: all. With a `mask` of
+    branches, segments follow each other in the document, each with its first token that has a label.
     """
     tokens = document[:-1].copy()  # a view would share its memory with the labels
     loss_mask = np.ones(len(tokens), np.float32) if is_target is None else is_target[1:].astype(np.float32)

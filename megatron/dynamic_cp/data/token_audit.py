@@ -1,12 +1,8 @@
 """Follows every token from its sample to its shard: `--dynamic-cp-verify full`.
 
-A checksum shows whether each token arrived exactly once, in any order and any split over ranks. Every token counts with
-a 50-bit hash of (sample, position, column, value). A lost, doubled, swapped or changed token goes unnoticed with
-probability 2^-50. Sums of 8191 ranks fit into an int64; `combine` takes what they wrap.
-
-    before = token_checksum(7, np.arange(5), tokens)          # where the sample was read
-    after = token_checksum(7, shard_positions, shard)         # on each rank that holds a part of it, without padding
-    combine(sum of all before) == combine(sum of all after)   # one all-reduce of int64
+Every token counts with a 50-bit hash of (sample, position, column, value). Their sum shows whether each token arrived
+exactly once, in any order and any split over ranks; a lost, doubled, swapped or changed token goes unnoticed with
+probability 2^-50. One all-reduce of int64 adds up the ranks' sums, and `combine` undoes wrap-around.
 """
 
 from __future__ import annotations
@@ -53,10 +49,7 @@ def combine(total: int) -> int:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a bijective hash of 64-bit integers.
-
-    Source: finalizer of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
-    """
+    """Return a bijective hash of 64-bit integers: SplitMix64's finalizer (Steele, Lea and Flood 2014)."""
     x = np.atleast_1d(x)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -93,7 +86,7 @@ def check_tokens(plan: LanePlan, packed: PackedStep, read_sample: ReadSample, wh
 
 
 def _as_read(plan: LanePlan, packed: PackedStep, read_sample: ReadSample) -> int:
-    """Return the sum over the samples of buckets that begin at this lane, and over placed ones that do."""
+    """Return the sum over samples of buckets that begin at this lane; placed ones count where their first token is."""
     total = 0
     for bucket, shape in zip(plan.buckets, packed.buckets, strict=True):
         samples = bucket.samples if bucket.first_lane == plan.lane else ()
@@ -111,7 +104,7 @@ def _as_packed(plan: LanePlan, packed: PackedStep, columns: Sequence[NDArray[Any
     ids, seqlens, shards = [], [], []
     for bucket, shape in zip(plan.buckets, packed.buckets, strict=True):
         local = shards_of(shape, plan.lane)
-        # Behind those of samples there may be one that is nothing but padding.
+        # A last shard without a sample is only padding.
         samples = [(sample.sample_id, sample.seqlen) for sample in bucket.samples]
         samples += [(0, 0)] * (len(local) - len(samples))
         lengths = [len(shard) for shard in local]

@@ -1,8 +1,8 @@
 """Windows of layers, and how queries and keys are rotated and normalized, as Megatron-LM's flags say it.
 
-Pure functions of flags and configurations; neither torch nor megatron-core is needed. Megatron's window does not count
-the token itself, ours does: `--window-size 127,0` is `Lambda(0, 128)`, a window of 128 keys. A sink is ours alone: with
-`--window-sink-tokens 4` layers with a window see the first 4 tokens of each sequence, too. YaRN's flags are those of
+Pure functions of flags and configurations, without torch and megatron-core. Megatron's window does not count the token
+itself, ours does: `--window-size 127,0` is `Lambda(0, 128)`, a window of 128 keys. Sinks are ours alone:
+`--window-sink-tokens 4` shows layers with a window the first 4 tokens of each sequence, too. YaRN's flags are those of
 Megatron-LM 0.19, which earlier releases lack.
 """
 
@@ -45,13 +45,9 @@ class Windows(NamedTuple):
 
 
 def windows_of(config: Any) -> Windows:
-    """Return the windows of what has `window_size`, `window_attn_skip_freq` and `num_layers`: flags or a config.
-
-    `window_sink_tokens` is there in flags, and in configs that `set_sinks` has seen.
-
-    Raises:
-        InvalidInputError: values that cannot be.
-        UnsupportedFeatureError: a window that ends behind the token.
+    """Return the windows in flags or a config with `window_size`, `window_attn_skip_freq` and `num_layers`.
+    `window_sink_tokens` is there in flags, and in configs that `set_sinks` has seen. Raises InvalidInputError:
+    values that cannot be. Raises UnsupportedFeatureError: a window that ends behind the token.
     """
     size, skip = (getattr(config, name, None) for name in ("window_size", "window_attn_skip_freq"))
     sink = getattr(config, "window_sink_tokens", 0)
@@ -89,7 +85,7 @@ def windows_of(config: Any) -> Windows:
 
 
 def set_sinks(config: Any, sink_tokens: int) -> None:
-    """Let layers with a window that are built of a TransformerConfig see the first tokens: it has no field for them."""
+    """Let windowed layers built from a TransformerConfig, which has no field for it, see the first tokens."""
     vars(config)["window_sink_tokens"] = sink_tokens
 
 
@@ -122,17 +118,12 @@ STRETCHED = {
     *("window_rotary_base", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
     *(attribute for attribute, _ in YARN.values()),
 }
-"""What says how far positions reach: training may go on with others, as with another base of RoPE."""
+"""What says how far positions reach; training may go on with other values, as with another base of RoPE."""
 
 
 def unrotated_layers(freq: Any, num_layers: int) -> tuple[int, ...] | None:
-    """Return 1 (not rotated) or 0 for each layer, None where --no-rope-freq says nothing.
-
-    Args:
-        freq: every so many-th layer is not rotated, or 1 and 0 for each.
-
-    Raises:
-        InvalidInputError: it does not fit the layers.
+    """Return 1 (not rotated) or 0 for each layer, None where --no-rope-freq says nothing. `freq`: every so many-th
+    layer is not rotated, or 1 and 0 for each. Raises InvalidInputError: it does not fit the layers.
     """
     if freq is None or (isinstance(freq, int) and freq == 0):
         return None
@@ -154,27 +145,15 @@ def unrotated_layers(freq: Any, num_layers: int) -> tuple[int, ...] | None:
 
 
 def check_norms(config: Any) -> None:
-    """Refuse two norms of queries and keys at once, of which megatron-core would leave one out silently.
-
-    Args:
-        config: flags or a configuration.
-
-    Raises:
-        InvalidInputError: both are on.
-    """
+    """Raise InvalidInputError for two norms of queries and keys, of which megatron-core would drop one silently."""
     if getattr(config, "qk_l2_norm", False) and getattr(config, "qk_layernorm", False):
         raise InvalidInputError("--qk-l2-norm and --qk-layernorm both normalize queries and keys: give one of them")
 
 
 def check_positions(flags: Any) -> None:
-    """Check the flags of positions against each other: none of them is ignored.
-
-    Args:
-        flags: of this trainer or of a checkout.
-
-    Raises:
-        InvalidInputError: values that disagree.
-        UnsupportedFeatureError: a checkout whose release has no flags for YaRN.
+    """Check the flags of positions, of this trainer or of a checkout, against each other: none of them is ignored.
+    Raises InvalidInputError: values that disagree. Raises UnsupportedFeatureError: a checkout whose release has no
+    flags for YaRN.
     """
     kind = flags.position_embedding_type
     interpolation, is_scaled = flags.rotary_seq_len_interpolation_factor, flags.use_rope_scaling
@@ -235,7 +214,7 @@ def _check_yarn(flags: Any) -> None:
 
 
 def set_window_rotary_base(config: Any, base: int | None) -> None:
-    """Let layers with a window that are built of a TransformerConfig rotate by another base: it has no field for it."""
+    """Let windowed layers built from a TransformerConfig, which has no field for it, rotate by another base."""
     vars(config)["window_rotary_base"] = base
 
 
@@ -248,10 +227,7 @@ def yarn_attributes(flags: Any) -> dict[str, Any]:
 
 
 def concentration(config: Any) -> float:
-    """Return the factor of YaRN's rotated queries and keys; 1.0 of a configuration without YaRN.
-
-    Args:
-        config: with or without the attributes of `yarn_attributes`.
+    """Return YaRN's factor of rotated queries and keys, 1.0 without the attributes of `yarn_attributes`.
 
     Source: Peng et al. 2023 (YaRN, arXiv 2309.00071), section 3.4; DeepSeek-V2's code for `mscale`.
     """

@@ -1,10 +1,9 @@
-"""Features that exclude each other, which this trainer, checkouts and docs/flags.md share, and flags that need another.
+"""Features that exclude each other, and flags that need another; this trainer, checkouts and docs/flags.md share them.
 
     refuse_pairs(POOL, flags)  # UnsupportedFeatureError, naming both and the remedy
     without_effect(flags, *TABLE)  # InvalidInputError; or the sentences that are logged
 
-Pure functions of flags and configurations; neither torch nor megatron-core is needed. What a configuration must be like
-besides, `step.ticks` says of the pool.
+Pure functions of flags and configurations, without torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Exclusion(NamedTuple):
     """A feature that another one is not run together with.
 
     Attributes:
-        other: its flag and value, as docs/flags.md names them.
-        why: in the way; may name fields of the configuration.
+        other, why: its flag and value, as docs/flags.md names them; the obstacle, which may name fields of the
+            configuration.
         remedy: what its `_MESSAGES` leave open.
         off: values of the flag that leave it off, besides None; shows: its value is part of the message.
         said: what a run says of it, where that is not the value of one flag.
@@ -52,7 +51,7 @@ class Exclusion(NamedTuple):
     said: Said | None = None
 
     def said_by(self, config: Any) -> str | None:
-        """Return what flags or a configuration say of it, as messages name it; None: they leave it off."""
+        """Return the feature as messages name it; None if flags or a configuration leave it off."""
         if self.said is not None:
             return self.said(config)
         flag = self.other.split()[0]
@@ -63,15 +62,9 @@ class Exclusion(NamedTuple):
 
 
 def refuse_pairs(feature: str, config: Any, *, value: Any = None, called: str | None = None) -> None:
-    """Refuse what a feature, which is on, is not run together with.
-
-    Args:
-        feature: of `EXCLUSIONS`.
-        config: flags of this trainer or of a checkout, or a configuration.
-        value: of its flag, for the message; called: what the message calls the feature, where it has several flags.
-
-    Raises:
-        UnsupportedFeatureError: naming both features.
+    """Refuse what `feature` (of `EXCLUSIONS`), which is on, is not run together with. `config` is flags or a
+    configuration. The message has the `value` of the feature's flag, or calls it `called`. Raises
+    UnsupportedFeatureError: naming both features.
     """
     for exclusion in EXCLUSIONS[feature]:
         other = exclusion.said_by(config)
@@ -89,7 +82,6 @@ def refuse_pairs(feature: str, config: Any, *, value: Any = None, called: str | 
 
 
 def _recomputed_layers(config: Any) -> str | None:
-    """Full recomputation of more than one layer at a time, or of some layers only."""
     method, number = (getattr(config, name, None) for name in ("recompute_method", "recompute_num_layers"))
     if getattr(config, "recompute_granularity", None) != "full" or (method, number) in ((None, None), ("uniform", 1)):
         return None
@@ -104,7 +96,7 @@ def _repeated_modules(config: Any) -> str | None:
 
 
 def _learned_in_pipeline(config: Any) -> str | None:
-    # A configuration does not say how positions are embedded; flags do.
+    # Flags say how positions are embedded, a configuration does not.
     pp_size = config.pipeline_model_parallel_size
     if getattr(config, "position_embedding_type", None) != "learned_absolute" or pp_size == 1:
         return None
@@ -322,14 +314,14 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
         ),
     ),
 }
-"""Feature -> what it is not run together with. Each pair is asked in this order; the first that is there is told."""
+"""Feature -> what it is not run together with, asked in this order; the message names the first that is on."""
 
 _MESSAGES = {
     POOL: f"{{feature}} does not run with {{other}}, {{remedy}} is possible: {{why}}; change it, or leave {POOL} out",
     BIASED_EXPERTS: "{feature} and {other} is not supported: {why}; add --disable-bias-linear, or {remedy}",
     MASKS: "{other}: {why}: give each response a line with its prompt, or leave {remedy} out",
 }
-"""Where the error does not end with `leave one of them out`."""
+"""Messages that do not end with `leave one of them out`."""
 
 
 class Need(NamedTuple):
@@ -337,9 +329,9 @@ class Need(NamedTuple):
 
     Attributes:
         flags: by their first names.
-        needs: what they need, as a message says behind `add`.
+        needs: what they need, as a message says after `add`.
         is_there: whether flags have it; None: whether the one that `needs` begins with was given.
-        is_refused: False: scripts for Megatron-LM carry the flags all the same, so it is logged.
+        is_refused: False: only logged, because scripts for Megatron-LM carry the flags all the same.
     """
 
     flags: tuple[str, ...]
@@ -406,18 +398,13 @@ NEEDS = (
     Need(("--mtp-loss-scaling-factor",), "--mtp-num-layers"),
     Need(("--add-qkv-bias",), "--disable-bias-linear, as all linear layers have biases without it"),
 )
-"""Of this trainer: a checkout has defaults for most of them, and cannot tell."""
+"""For this trainer: a checkout has defaults for most of them, so nobody can tell what was given."""
 
 
 def without_effect(flags: Any, *table: type) -> tuple[str, ...]:
-    """Return a sentence for each flag that has no effect and that scripts for Megatron-LM carry all the same.
-
-    Args:
-        flags: parsed arguments, before anything is filled in.
-        table: classes of settings, which know the flags' defaults.
-
-    Raises:
-        InvalidInputError: another flag has no effect.
+    """Return a sentence for each flag that has no effect and that scripts for Megatron-LM carry all the same. `flags`
+    are parsed arguments, before anything is filled in; `table` has classes of settings, which know the defaults.
+    Raises InvalidInputError: another flag has no effect.
     """
     rows = {row.names[0]: row for settings in table for row in flags_of(settings)}
     sentences = []

@@ -1,7 +1,7 @@
 """Experts as Megatron says them: how many, which layers have them, how tokens are routed and what balances their load.
 
-Pure functions of flags and configurations; neither torch nor megatron-core is needed. A configuration calls the number
-of experts `num_moe_experts`; the other names are those of the flags.
+Pure functions of flags and configurations, without torch and megatron-core. A configuration calls the number of experts
+`num_moe_experts`; other names are those of flags.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_per_layer_logging": False,
 }
-"""Flag -> what it is where it is not given: Megatron-LM's defaults, but for the dispatcher."""
+"""Flag -> its value if it is not given: Megatron-LM's defaults, but for the dispatcher."""
 DISPATCHER = "alltoall"
 WHY_NOT_PLACED = (
     "the lanes of a placed bucket know some of its samples each and have no group of their own, so nobody counts the "
@@ -36,20 +36,12 @@ _UNBALANCED = {
 
 
 def num_experts(flags: Any) -> int | None:
-    """Return the number of experts of a layer that has some, None for a dense model.
-
-    Args:
-        flags: of this trainer or of a checkout, or a configuration.
-    """
+    """Return the number of experts of a layer that has some, by flags or a configuration; None for a dense model."""
     return getattr(flags, "num_moe_experts", None) or getattr(flags, "num_experts", None)
 
 
 def experts_of(model: Any) -> Experts | None:
-    """Return the experts of a model by the names of Megatron-LM's flags, None of a dense one.
-
-    Args:
-        model: flags of this trainer or of a checkout, or a configuration; a flag that it lacks is off.
-    """
+    """Return the experts of a model by flags or a configuration (a missing flag is off); None for a dense model."""
     count = num_experts(model)
     if not count:
         return None
@@ -77,14 +69,9 @@ def may_place(flags: Any) -> bool:
 
 
 def check_experts(flags: Any) -> None:
-    """Check what is said of experts, each part against the others; `Topology` knows which lanes can share them.
-
-    Args:
-        flags: of this trainer or of a checkout, or a configuration.
-
-    Raises:
-        InvalidInputError: numbers that do not fit each other.
-        UnsupportedFeatureError: routing that follows the packing, or a dispatcher that is not built here.
+    """Check the flags of experts against each other; `Topology` knows which lanes can share them. Raises
+    InvalidInputError: numbers that do not fit each other. Raises UnsupportedFeatureError: routing that follows the
+    packing, or a dispatcher that is not built here.
     """
     number = num_experts(flags)
     ep_size = flags.expert_model_parallel_size or 1
@@ -106,7 +93,7 @@ def check_experts(flags: Any) -> None:
     _check_sizes(flags, number, ep_size)
     _check_parts(flags)
     exchange = getattr(flags, "cp_comm_type", None)
-    if isinstance(exchange, str) and is_placed(exchange) and not may_place(flags):  # a checkout has a list: none is
+    if isinstance(exchange, str) and is_placed(exchange) and not may_place(flags):  # a checkout has a list
         raise UnsupportedFeatureError(
             f"--cp-comm-type {exchange} with --moe-aux-loss-coeff {flags.moe_aux_loss_coeff} is not "
             f"supported: {WHY_NOT_PLACED}: take another exchange, or leave that loss out (experts are evenly loaded "
@@ -184,7 +171,6 @@ def _check_losses(flags: Any) -> None:
 
 
 def _losses(flags: Any) -> tuple[list[str], list[float]]:
-    """Return the load-balancing losses and their coefficients."""
     types, coeffs = flags.moe_router_load_balancing_type, flags.moe_aux_loss_coeff
     return (
         [types] if isinstance(types, str) else list(types),

@@ -1,16 +1,9 @@
 """Flags of gated activations, multi-latent attention, multi-token prediction, norms of outputs and low-rank adapters.
 
-For each: what flags say of it, completed, and checked alone and beside others. Pure functions of flags and
-configurations; neither torch nor megatron-core is needed.
-
-`--quick-geglu` with a clamp and an offset is the gated MLP of gpt-oss:
-min(a, c) * sigmoid(1.702 min(a, c)) * (clamp(b, -c, c) + offset). YaRN of latent attention is megatron-core's own:
-`--rope-type yarn` with the flags that `--position-embedding-type yarn` has in other models.
-
---sandwich-norm           attention and MLP: a norm each (GLM-4)
---residual-multiplier     attention and MLP, before they are added to the residual (Granite)
---embedding-multiplier    the embedding        --logits-scaling    logits, which are divided by it
---softmax-scale           scores of attention, in the place of 1 / sqrt(width of a head)
+Each is completed, and checked alone and beside others. Pure functions of flags and configurations, without torch and
+megatron-core. `--quick-geglu` with a clamp and an offset is the gated MLP of gpt-oss: min(a, c) * sigmoid(1.702 min(a,
+c)) * (clamp(b, -c, c) + offset). YaRN of latent attention is megatron-core's own: `--rope-type yarn` with the flags
+that `--position-embedding-type yarn` has in other models.
 """
 
 from __future__ import annotations
@@ -29,14 +22,14 @@ from megatron.dynamic_cp.flags.experts import num_experts
 
 QUICK_GEGLU, _SQUARED, _GEGLU = "--quick-geglu", "--squared-relu", "--geglu"
 _ACTIVATIONS = (QUICK_GEGLU, _SQUARED, _GEGLU)
-"""Activations that take the place of GELU, or of the gates of --swiglu."""
+"""Activations in place of GELU, or of the gates of --swiglu."""
 _CLAMP, _OFFSET = "--activation-func-clamp-value", "--glu-linear-offset"
 OF_QUICK_GEGLU = frozenset({"activation_func_clamp_value", "glu_linear_offset"})
-"""Flags and fields of a configuration that mean something with it alone."""
+"""Flags and fields of a configuration that only --quick-geglu reads."""
 
 
 def is_quick_geglu(config: Any) -> bool:
-    """Return whether flags or a configuration ask for it."""
+    """Return whether flags or a configuration ask for --quick-geglu."""
     function = getattr(config, "activation_func", None)
     return bool(getattr(config, "quick_geglu", False)) or getattr(function, "__name__", None) == "quick_gelu"
 
@@ -58,14 +51,9 @@ def has_biases(config: Any) -> bool:
 
 
 def check_activation(config: Any) -> None:
-    """Check the activation, alone and with biases of experts.
-
-    Args:
-        config: flags of this trainer or of a checkout, or a configuration.
-
-    Raises:
-        InvalidInputError: two activations, or numbers for one that is not there.
-        UnsupportedFeatureError: what biases of experts were not checked with.
+    """Check the activation in flags or a configuration, alone and with biases of experts. Raises InvalidInputError: two
+    activations, or numbers for one that is not there. Raises UnsupportedFeatureError: what biases of experts were
+    not checked with.
     """
     given = [
         flag for flag in (_SQUARED, _GEGLU, QUICK_GEGLU, "--swiglu") if getattr(config, destination_of(flag), False)
@@ -116,21 +104,19 @@ YARN_FIELDS = frozenset({*_YARN_FIELD_OF.values(), "rotary_base"})
 
 
 def has_latents(config: Any) -> bool:
-    """Return whether flags or a configuration ask for it."""
+    """Return whether flags or a configuration ask for latent attention."""
     return bool(getattr(config, "multi_latent_attention", False))
 
 
 def qk_width(config: Any) -> int:
-    """Return the width of a head of queries and keys: what has no position, and what is rotated."""
+    """Return the width of a head of queries and keys: of the part without position and the rotated part."""
     width: int = config.qk_head_dim + config.qk_pos_emb_head_dim
     return width
 
 
 def complete_latent_attention(flags: Any) -> None:
-    """Fill in what flags of latent attention leave open, `kv_channels` among it; does nothing without it.
-
-    Raises:
-        InvalidInputError: flags of it without it, or values that disagree.
+    """Fill in what flags of latent attention leave open, `kv_channels` among it; do nothing without it. Raises
+    InvalidInputError: flags of it without it, or values that disagree.
     """
     if not has_latents(flags):
         for name in (*WIDTHS, "rope_type"):
@@ -164,14 +150,9 @@ def complete_latent_attention(flags: Any) -> None:
 
 
 def check_latent_attention(config: Any) -> None:
-    """Refuse what cannot be, and what was not checked together with latent attention.
-
-    Args:
-        config: completed flags or a configuration.
-
-    Raises:
-        InvalidInputError: widths that cannot be.
-        UnsupportedFeatureError: another feature, which the message names.
+    """Check completed flags or a configuration for what latent attention cannot have, or was not checked with. Raises
+    InvalidInputError: widths that cannot be. Raises UnsupportedFeatureError: another feature, which the message
+    names.
     """
     if not has_latents(config):
         return
@@ -193,11 +174,7 @@ def check_latent_attention(config: Any) -> None:
 
 
 def latent_fields(model: Any) -> dict[str, Any]:
-    """Return the fields of MLATransformerConfig that its YaRN reads; {} without latent attention.
-
-    Args:
-        model: completed flags.
-    """
+    """Return the fields of MLATransformerConfig that YaRN reads, from completed flags; {} without latent attention."""
     if not has_latents(model):
         return {}
     yarn = {}
@@ -208,18 +185,13 @@ def latent_fields(model: Any) -> dict[str, Any]:
 
 
 FUTURE_LOSS = "mtp_{} loss"
-"""What the loss of a depth is called in logs, as Megatron-LM calls it."""
+"""The name of a depth's loss in logs, as in Megatron-LM."""
 
 
 def check_multi_token(config: Any) -> None:
-    """Refuse what was not checked together with multi-token prediction.
-
-    Args:
-        config: flags or a configuration.
-
-    Raises:
-        InvalidInputError: numbers that cannot be.
-        UnsupportedFeatureError: another feature, which the message names.
+    """Check flags or a configuration for what multi-token prediction cannot have, or was not checked with. Raises
+    InvalidInputError: numbers that cannot be. Raises UnsupportedFeatureError: another feature, which the message
+    names.
     """
     depths = getattr(config, "mtp_num_layers", None)
     if depths is not None and depths < 0:
@@ -239,17 +211,13 @@ _OUTPUTS = ("sandwich_norm", "residual_multiplier", "embedding_multiplier", "log
 
 
 def changed_outputs(flags: Any) -> dict[str, Any]:
-    """Return what is changed: name -> JSON value; {} where nothing is, and of a checkout, which has no such flags."""
+    """Return the changed outputs, name -> JSON value; {} where nothing is, or a checkout lacks such flags."""
     said = {name: getattr(flags, name, None) for name in _OUTPUTS}
     return {name: value for name, value in said.items() if value not in (None, False, MEANINGS[name].usual)}
 
 
 def check_outputs(flags: Any) -> None:
-    """Refuse what was not checked together with them.
-
-    Raises:
-        UnsupportedFeatureError: another feature, which the message names.
-    """
+    """Raise UnsupportedFeatureError for a feature that was not checked together with changed outputs."""
     for name, value in changed_outputs(flags).items():
         refuse_pairs(OUTPUTS, flags, called=_said_output(name, value))
 
@@ -262,11 +230,7 @@ _OF_ADAPTERS = ("lora_alpha", "lora_target_modules")
 
 
 def adapters_of(flags: Any) -> Adapters | None:
-    """Return what flags say of adapters; None: all weights are trained.
-
-    Args:
-        flags: of this trainer, of a checkout or in a checkpoint.
-    """
+    """Return what flags, also those in a checkpoint, say of adapters; None: all weights are trained."""
     rank = getattr(flags, "lora_rank", None)
     if rank is None:
         return None
@@ -278,11 +242,8 @@ def adapters_of(flags: Any) -> Adapters | None:
 
 
 def check_adapters(flags: Any) -> None:
-    """Refuse what was not checked together with adapters.
-
-    Raises:
-        InvalidInputError: numbers of adapters, and there are none; or layers that the model does not have.
-        UnsupportedFeatureError: another feature, which the message names.
+    """Refuse what was not checked together with adapters. Raises InvalidInputError: flags of adapters without adapters,
+    or layers that the model does not have. Raises UnsupportedFeatureError: another feature, which the message names.
     """
     if flags.lora_rank is None:
         given = [flag_of(name) for name in _OF_ADAPTERS if getattr(flags, name) is not None]
@@ -299,7 +260,7 @@ def check_adapters(flags: Any) -> None:
 
 
 def identity_of_adapters(flags: Any) -> dict[str, Any]:
-    """Return the part of a run's identity that two runs with adapters must share, of JSON values; {} without."""
+    """Return the part of a run's identity that two runs with adapters must share, as JSON values; {} without."""
     found = adapters_of(flags)
     if found is None:
         return {}

@@ -1,9 +1,9 @@
 """Matrix products in FP8 as Megatron-LM's flags say them: what plans must know of them, and what they do not go with.
 
-Pure functions of flags and configurations; neither torch nor megatron-core is needed. TransformerEngine's layers
-compute in FP8, and need the rows of a product in multiples that depend on the recipe: the tokens of a rank are padded
-to that many, times TP with sequence parallelism (`Topology.token_alignment`), which gathers the rows of a product in
-FP8, too. Attention, norms, embedding and LM head stay in bfloat16.
+Pure functions of flags and configurations, without torch and megatron-core. TransformerEngine's layers compute in FP8,
+and need the rows of a product in multiples that depend on the recipe. So the tokens of a rank are padded to that many,
+times TP with sequence parallelism (`Topology.token_alignment`), which gathers the rows in FP8, too. Attention, norms,
+embedding and LM head stay in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLAG, RECIPE_FLAG = exclusions.FP8, "--fp8-recipe"
 ALIGNMENTS = MappingProxyType({"tensorwise": 16, "blockwise": 16, "mxfp8": 32, "delayed": 16})
 """Recipe -> what the rows of a product are a multiple of. Source: megatron-core 0.16.1, `get_fp8_align_size`."""
 BLOCK = 128
-"""Rows and channels of a block that `blockwise` gathers in FP8, each tensor-parallel rank whole ones. Source:
+"""Rows and channels of a block that `blockwise` gathers in FP8, whole blocks from each tensor-parallel rank. Source:
 TransformerEngine's `Float8BlockQuantizer.is_quantizable`: until 2.13 layers assert it (`assert_dim_for_all_gather`),
 from 2.14 on `distributed.py` gathers in bfloat16 instead and warns. Products alone need 16: `CanonicalizeGemmInput`."""
 GATHERS_ANYTHING_SINCE = (2, 14)
@@ -33,12 +33,12 @@ DEFAULT_RECIPE = "delayed"
 
 
 def is_on(config: Any) -> bool:
-    """Return whether flags or a configuration ask for it."""
+    """Return whether flags or a configuration ask for FP8."""
     return getattr(config, "fp8", None) is not None
 
 
 def recipe_of(config: Any) -> str | None:
-    """Return how products are scaled; None: they are not in FP8."""
+    """Return the recipe by which products are scaled, None without FP8."""
     if not is_on(config):
         return None
     recipe = getattr(config, "fp8_recipe", None) or DEFAULT_RECIPE
@@ -46,11 +46,7 @@ def recipe_of(config: Any) -> str | None:
 
 
 def token_alignment(config: Any) -> int:
-    """Return what the tokens of a rank are a multiple of, with sequence parallelism each share of them; 1 without FP8.
-
-    Args:
-        config: completed flags or a configuration.
-    """
+    """Return what a rank's tokens, with sequence parallelism each share of them, are a multiple of; 1 without FP8."""
     recipe = recipe_of(config)
     if recipe is None:
         return 1
@@ -63,10 +59,8 @@ def gathers(config: Any) -> bool:
 
 
 def complete_fp8(flags: Any) -> None:
-    """Fill in the recipe, and warn of one that follows the packing; does nothing without FP8.
-
-    Raises:
-        InvalidInputError: a recipe for nothing, or FP8 without bfloat16.
+    """Fill in the recipe, and warn of one that follows the packing; do nothing without FP8. Raises InvalidInputError: a
+    recipe for nothing, or FP8 without bfloat16. Raises UnsupportedFeatureError: FP8 in local layers.
     """
     if not is_on(flags):
         if flags.fp8_recipe is not None:
@@ -94,14 +88,7 @@ def complete_fp8(flags: Any) -> None:
 
 
 def check_fp8(config: Any) -> None:
-    """Refuse recipes that are not known, and what was not checked together with FP8.
-
-    Args:
-        config: completed flags or a configuration.
-
-    Raises:
-        UnsupportedFeatureError: the message names the flag.
-    """
+    """Raise UnsupportedFeatureError for an unknown recipe, and for what was not checked together with FP8."""
     recipe = recipe_of(config)
     if recipe is None:
         return
@@ -115,11 +102,7 @@ def check_fp8(config: Any) -> None:
 
 
 def why_not_gathered(recipe: str, hidden_size: int, release: tuple[int, int]) -> str | None:
-    """Return why sequence parallelism cannot gather what a recipe scales, with the remedy; None where it can.
-
-    Args:
-        release: of TransformerEngine.
-    """
+    """Return why sequence parallelism cannot gather what a recipe scales in a release of TransformerEngine, or None."""
     if recipe != "blockwise" or hidden_size % BLOCK == 0 or release >= GATHERS_ANYTHING_SINCE:
         return None
     return (
@@ -130,11 +113,7 @@ def why_not_gathered(recipe: str, hidden_size: int, release: tuple[int, int]) ->
 
 
 def why_no_device(recipe: str, capability: tuple[int, int]) -> str | None:
-    """Return why a device cannot compute by a recipe, with the remedy; None where it can.
-
-    Args:
-        capability: compute capability, (major, minor).
-    """
+    """Return why a device of a compute capability (major, minor) cannot compute by a recipe, None if it can."""
     needed = CAPABILITIES[recipe]
     if capability >= needed:
         return None

@@ -1,7 +1,6 @@
-"""What a run asks of its layers: one value, made from flags, and what in it only local layers do.
+"""What a run asks of its layers, made from flags; `attention.te.support.choose_layers` answers with the layers.
 
-Pure functions of settings; neither torch nor megatron-core is needed. `attention.te.support.choose_layers` answers with
-the layers.
+Pure functions of settings, without torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ from megatron.dynamic_cp.flags.settings import PlanningSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNeeds:
-    """What flags ask of layers.
+    """What flags ask of layers, by their names.
 
     Attributes:
         requested: --transformer-impl, "local" beside a pool: its servers run local layers.
-        exchange: --cp-comm-type.
-        backend: --attention-backend, which megatron-core hands on to TransformerEngine.
         why_local: what of the model or its planning only local layers do; None: nothing.
-        recomputes_norms: --recompute-modules has layernorm.
-        fp8_recipe: --fp8-recipe, which local layers do not have; None: nothing is in FP8.
         gathered_hidden_size: --hidden-size where sequence parallelism gathers it; None: it does not.
     """
 
@@ -40,11 +35,7 @@ class LayerNeeds:
 
 
 def layer_needs(model: Any, planning: PlanningSettings) -> LayerNeeds:
-    """Return what a run asks of its layers.
-
-    Args:
-        model: completed flags of this trainer or of a checkout, whose `kv_channels` are those of any attention.
-    """
+    """Return what a run asks of its layers, from the completed flags of this trainer or of a checkout."""
     backend = model.attention_backend
     return LayerNeeds(
         requested=model.transformer_impl if planning.pool == "off" else "local",
@@ -58,7 +49,6 @@ def layer_needs(model: Any, planning: PlanningSettings) -> LayerNeeds:
 
 
 def _why_local(model: Any, planning: PlanningSettings) -> str | None:
-    """Return the first of what keeps TransformerEngine's layers away: of the model, or of how it is trained."""
     said = {name: getattr(model, name, None) for name in MEANINGS}
     said |= {
         "window_size": planning.has_windows,

@@ -1,8 +1,7 @@
 """How many layers the stages of a pipeline have, and which CP sizes and inner sizes the exchanges of a run can have.
 
-The first or the last stage may have a number of layers of its own, which all its model chunks share evenly; or the
-embedding, or the LM head with the loss, counts as a layer of the first or the last chunk. Pure functions of flags and
-settings; neither torch nor megatron-core is needed.
+The first or last stage may have its own number of layers, which its chunks share evenly; or the embedding, or the LM
+head with the loss, counts as a layer of the first or last chunk. Pure functions, without torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -29,13 +28,8 @@ def is_given(flags: Any, flag: str) -> bool:
 
 
 def pipeline_layers(flags: Any) -> PipelineLayers:
-    """Return the layers of every chunk of every stage.
-
-    Args:
-        flags: of this trainer or of a checkout, with the number of virtual stages found.
-
-    Raises:
-        InvalidInputError: layers that the other stages cannot share evenly.
+    """Return the layers of every chunk of every stage, () where all have the same number. Raises InvalidInputError:
+    layers that the other stages cannot share evenly.
     """
     pp_size, vp_size = flags.pipeline_model_parallel_size, flags.virtual_pipeline_model_parallel_size or 1
     own = {place: _value(flags, flag) for flag, place in _OWN.items() if is_given(flags, flag)}
@@ -96,17 +90,10 @@ def _value(flags: Any, flag: str) -> Any:
 
 
 def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> PlanningSettings:
-    """Return `settings` with the sizes that its exchanges can have, checked against heads and nodes.
-
-    Where no `max_cp_size` was given and the one exchange of the run cannot serve the largest group, it becomes the
-    largest that it can serve.
-
-    Args:
-        query_heads: of a tensor-parallel rank.
-
-    Raises:
-        InvalidInputError: an inner size or a CP size that the exchange cannot have; the message has both numbers.
-        UnsupportedFeatureError: the exchange does not serve layers with windows.
+    """Return `settings` with the sizes that its exchanges can have, checked against heads and nodes. Without a given
+    `max_cp_size`, it becomes the largest that the one exchange of the run can serve. `query_heads` are those of a
+    tensor-parallel rank. Raises InvalidInputError: an inner size or a CP size that the exchange cannot have; the
+    message has both numbers. Raises UnsupportedFeatureError: the exchange does not serve layers with windows.
     """
     from dynamic_cp.mechanisms.transfers import lanes_in_one_node  # here: it imports numpy
 

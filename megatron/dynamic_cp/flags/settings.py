@@ -1,8 +1,7 @@
-"""How a run is planned: flags of dynamic context parallelism and the frozen settings that they become, made once from
-the checked flags of this trainer or of a Megatron-LM checkout.
+"""How a run is planned: frozen settings, made once from the checked flags of this trainer or of a Megatron-LM checkout.
 
-Facts that are found later (the token limit of `auto`, exchanges that the layers lack) are arguments here and part of
-the `PlanOptions` that are made from the settings; nothing changes a setting.
+Facts that are found later (the token limit of `auto`, exchanges that the layers lack) are arguments of `options`;
+nothing changes a setting.
 """
 
 from __future__ import annotations
@@ -48,24 +47,19 @@ def tokens_or_auto(text: str) -> int | str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningSettings:
-    """What both training loops say of a run to have it planned; what is a flag, its help explains.
+    """What both training loops say of a run to have it planned; flags are explained by their help.
 
     Attributes:
-        topology: arrangement of the job's ranks.
         seq_length: longest sample in tokens.
-        recompute: activation recomputation; recompute_modules: what of it is selective; recompute_layers: which layers
-            have it where it is full.
-        bytes_per_element: of an activation, follows from the model's precision.
+        recompute: activation recomputation, with its modules if selective and its layers if full.
+        bytes_per_element: of an activation.
         fp32_residual: the residual stays in float32 where other activations do not.
-        data_parallel: how lanes share gradients and optimizer state.
         exchange_timeout_s: of every exchange between ranks.
-        has_windows: some layers have a window, which not all exchanges serve.
-        auto_places: `auto` may place attention where layers have windows; not where another loop's iterator hands out
-            samples, which go to groups of lanes.
-        has_latents: the model has multi-latent attention.
+        has_windows, has_latents: some layers have a window, which not all exchanges serve, or multi-latent attention.
+        auto_places: `auto` may place attention where layers have windows; not with another loop's iterator, whose
+            samples go to groups of lanes.
         pipeline_layers: layers of every model chunk of every stage, () where all have the same number.
-        max_tokens_per_rank: None: what its memory holds.
-        inner_cp_sizes: None: every possible one.
+        max_tokens_per_rank, inner_cp_sizes: None: what its memory holds; every possible one.
     """
 
     topology: Topology
@@ -229,14 +223,12 @@ class PlanningSettings:
 
     @property
     def policy(self) -> str:
-        """ "dynamic" or a static one."""
+        """The packing policy, "dynamic" or a static one."""
         return "dynamic" if self.dynamic_cp else self.static_cp_policy
 
     @property
     def exchanges(self) -> tuple[CpCommType, ...]:
-        """The exchanges that --cp-comm-type allows where samples have the mask of the model's layers; `auto` those that
-        serve layers with windows, where there are any.
-        """
+        """The exchanges that --cp-comm-type allows for samples without masks; `auto`: those that serve all layers."""
         return self._allowed(has_masks=False)
 
     @property
@@ -261,16 +253,12 @@ class PlanningSettings:
         *,
         has_masks: bool = False,
     ) -> PlanOptions:
-        """Return what the planner may do.
-
-        Args:
-            max_tokens_per_rank: the limit where the settings leave it to memory.
-            left_out: exchanges that `auto` does not choose from, see `LayerChoice`.
-            has_masks: whether samples bring masks of their own.
+        """Return what the planner may do; a given `max_tokens_per_rank` replaces the settings' limit. `left_out` are
+        exchanges that `auto` does not choose from (`LayerChoice`); `has_masks`: samples bring masks.
         """
         limit = self.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
         assert limit is not None, "found once memory is known"
-        # An option that has the name of a setting is that.
+        # Options take the values of settings that have the same name.
         names = {field.name for field in fields(PlanOptions)} & {field.name for field in fields(self)}
         alike: dict[str, Any] = {name: getattr(self, name) for name in names - {"max_tokens_per_rank"}}
         exchanges = self._allowed(has_masks=has_masks, left_out=left_out)
@@ -278,7 +266,7 @@ class PlanningSettings:
 
     @property
     def largest_cp_size(self) -> int:
-        """As of `PlanOptions`; inner sizes, which are checked against it, may be wrong still."""
+        """As of `PlanOptions`, without the inner sizes, which are checked against it later."""
         return replace(self, inner_cp_sizes=None).options(1).largest_cp_size(self.topology)
 
     def used(self, options: PlanOptions) -> PlanOptions:
@@ -288,7 +276,7 @@ class PlanningSettings:
         return replace(options, min_cp_size=self.static_cp_size, max_cp_size=self.static_cp_size)
 
     def completed_flags(self) -> dict[str, Any]:
-        """Return those flags, under their names, that were filled in or checked when the settings were made."""
+        """Return the flags, by name, that were filled in or checked when the settings were made."""
         return {
             "context_parallel_size": self.static_cp_size,
             "max_seqlen_per_dp_cp_rank": "auto" if self.max_tokens_per_rank is None else self.max_tokens_per_rank,

@@ -1,4 +1,4 @@
-"""The numbers of a model that decide its cost, from its flags: pure, neither torch nor megatron-core is needed."""
+"""The numbers of a model that decide its cost, from its flags; needs neither torch nor megatron-core."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from megatron.dynamic_cp.flags.features import has_latents
 
 
 def model_shape(model: Any, vocab_rows: int, pipeline_layers: PipelineLayers = ()) -> ModelShape:
-    """Return the numbers of the model that decide its cost, with `vocab_rows` rows of the embedding table.
-
-    Args:
-        pipeline_layers: `PlanningSettings.pipeline_layers`.
-        model: has them under the names of Megatron-LM's flags: ModelSettings, or the arguments of a checkout.
+    """Return the numbers that decide the cost of a model, by flags of this trainer or of a checkout. `vocab_rows` are
+    those of the embedding table; `pipeline_layers` as in `PlanningSettings`.
     """
     windows = windows_of(model)
     return ModelShape(
@@ -34,7 +31,7 @@ def model_shape(model: Any, vocab_rows: int, pipeline_layers: PipelineLayers = (
 
 
 def _alike(model: Any) -> dict[str, Any]:
-    """Return the fields of `ModelShape` that have the names and values of flags; a flag that is missing is off."""
+    """Return the fields of `ModelShape` that have the names and values of flags; a missing flag is off."""
     found = {}
     for name, means in MEANINGS.items():
         if means.shape == name and name != "vocab_size" and (has_latents(model) or not means.needs):

@@ -1,6 +1,6 @@
 """What is refused by name: flags of features that are not supported, and any other field of a configuration.
 
-Importing this module needs neither torch nor megatron-core, so that a wrong flag is reported immediately.
+Needs neither torch nor megatron-core, so that a wrong flag is reported immediately.
 """
 
 from __future__ import annotations
@@ -31,13 +31,8 @@ from megatron.dynamic_cp.flags.linear_attention import check_linear_attention, k
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A feature of Megatron-LM outside the supported list.
-
-    Attributes:
-        flag: Megatron-LM's flag.
-        reason: what stands in the way.
-        field: the same switch in TransformerConfig, if there is one.
-        off: values of flag and field that switch the feature off; a field is also off when it is None or False.
+    """A feature of Megatron-LM outside the supported list: its flag, and the same switch in TransformerConfig, if any.
+    `off` are values of flag and field that switch it off; a field is also off when it is None or False.
     """
 
     flag: str
@@ -55,7 +50,6 @@ class Unsupported:
             return value in self.off
 
     def error(self) -> UnsupportedFeatureError:
-        """Return the error that names the flag."""
         where = f" (TransformerConfig.{self.field})" if self.field else ""
         return UnsupportedFeatureError(
             f"{self.flag}{where} is not supported: {self.reason}; leave it out", flag=self.flag, field=self.field
@@ -74,7 +68,6 @@ _PRECISION = "train in fp32 or --bf16"
 
 
 def _field(flag: str, reason: str, field: str = "", off: tuple[Any, ...] = ()) -> Unsupported:
-    """Return a feature with a field of its own, whose name is the flag's unless it is given."""
     return Unsupported(flag, reason, field or destination_of(flag), off)
 
 
@@ -129,8 +122,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("--reset-attention-mask", "each document already is a sequence of its own"),
 )
 
-# Fields of TransformerConfig that may differ from a plain config: the sizes and choices that are tested against stock
-# megatron-core, what follows from them, and what changes neither a tensor nor a schedule.
+# Fields of TransformerConfig that may differ from a plain config: those tested against stock megatron-core, what
+# follows from them, and what changes neither a tensor nor a schedule.
 _FIELDS = (
     "activation_func gated_linear_unit attention_dropout attention_backend "
     "init_method output_layer_init_method embedding_init_method embedding_init_method_std "
@@ -152,18 +145,14 @@ ALLOWED = frozenset(
         *_FIELDS.split(),
     }
 ) - {"cross_entropy_loss_fusion"}
-# More of them for a model with experts.
+# Also allowed for a model with experts.
 _ALLOWED_OF_EXPERTS = frozenset({"num_moe_experts", "expert_model_parallel_size", *DEFAULTS})
-# Any of the two precisions; compared by name, because this module does not import torch.
+# Either of two precisions, compared by name, because this module does not import torch.
 _DTYPE_FIELDS = frozenset({"params_dtype", "pipeline_dtype", "autocast_dtype"})
 
 
 def config_fields(flags: Any) -> dict[str, Any]:
-    """Return the fields of TransformerConfig that flags say; what needs another flag is there with it.
-
-    Args:
-        flags: completed, of this trainer.
-    """
+    """Return the fields of TransformerConfig that this trainer's completed flags set."""
     said = {**{name: getattr(flags, name, None) for name in MEANINGS}, "linear_attention": kind_of(flags)}
     found = {}
     for name, means in MEANINGS.items():
@@ -175,8 +164,6 @@ def config_fields(flags: Any) -> dict[str, Any]:
 
 
 class _Refuse(argparse.Action):
-    """Raises UnsupportedFeatureError when its flag is given with a value that switches the feature on."""
-
     def __init__(self, option_strings: Sequence[str], dest: str, *, feature: Unsupported, **kwargs: Any) -> None:
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **kwargs)
         self.feature = feature
@@ -187,19 +174,14 @@ class _Refuse(argparse.Action):
 
 
 def add_refusals(parser: argparse.ArgumentParser) -> None:
-    """Have a parser refuse the flags of UNSUPPORTED, each with its reason."""
+    """Make a parser refuse the flags of UNSUPPORTED, each with its reason."""
     for feature in UNSUPPORTED:
         parser.add_argument(feature.flag, nargs="*", action=_Refuse, feature=feature, help=argparse.SUPPRESS)
 
 
 def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
-    """Return what selective recomputation repeats, each once; megatron-core's default where nothing is said.
-
-    Args:
-        config: flags or a configuration.
-
-    Raises:
-        UnsupportedFeatureError: modules of experts, the projections up of latent attention, or an MLP with bias.
+    """Return what selective recomputation repeats by flags or a configuration, each once; else megatron-core's default.
+    Raises UnsupportedFeatureError: a module that such a model lacks or that is not supported, or an MLP with bias.
     """
     given = getattr(config, "recompute_modules", None)
     names = ["core_attn"] if given is None else list(dict.fromkeys(given))
@@ -228,18 +210,10 @@ def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
 def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> None:
     """Check a TransformerConfig: nothing of the table is on, and only fields in ALLOWED differ from a plain config.
 
-    The plain config has the same layers, width and heads. Without this a field that our modules do not read, such as a
-    norm's or the attention's, would be ignored silently.
-
-    Args:
-        config: TransformerConfig.
-        also_allowed: more fields that may differ.
-
-    Raises:
-        UnsupportedFeatureError: an unsupported feature is on, or a field has a value nobody checked; the message names
-            the flag or the field with its value and its default.
-        InvalidInputError: a window that cannot be, two norms of queries and keys, experts, activations, latents,
-            linear attention or modules of multi-token prediction that do not fit.
+    The plain config has the same layers, width and heads. Without this, a field that our modules do not read, such as a
+    norm's, would be ignored silently. `also_allowed` names more fields that may differ. Raises UnsupportedFeatureError:
+    an unsupported feature is on, or a field has a value nobody checked; the message names it. Raises InvalidInputError:
+    windows, norms, experts, activations, latents, linear attention or multi-token modules that do not fit.
     """
     for feature in UNSUPPORTED:
         if feature.field is not None and not feature.is_off(getattr(config, feature.field, None)):

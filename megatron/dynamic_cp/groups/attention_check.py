@@ -1,8 +1,8 @@
 """Compares TransformerEngine's attention with plain products before the first step: each exchange, in the job's groups.
 
-TransformerEngine chooses its kernel and its exchange by versions, packages and variables of the environment, and not
-all that it accepts is right: all_gather with flash-attn 2 is off by its whole norm and raises nothing. `te.support`
-knows what is known; here the rest becomes an error at start-up, too, for some milliseconds in each group.
+TransformerEngine chooses its kernel and its exchange by versions, packages and environment variables, and accepts some
+that are wrong: all_gather with flash-attn 2 is off by its whole norm and raises nothing. `te.support` refuses what is
+known; this check finds the rest at start-up, in some milliseconds per group.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 from megatron.dynamic_cp.repairs import releases
 
 TOLERANCE = 0.02
-"""Of the norm. bfloat16 rounds output and gradients to 0.2 to 0.6 % of it."""
+"""Allowed error, of the norm. bfloat16 rounds output and gradients to 0.2 to 0.6 % of it."""
 LANES_WITHIN_TOLERANCE = 16
-"""Each step of a ring rounds the output and gradients again: errors grow as the root of its lanes."""
+"""Each step of a ring rounds again: with more lanes the allowed error grows as the root of their number."""
 CHUNK_TOKENS = (1, 2, 9)
-"""Of three sequences: tokens of each of the 2 * cp chunks."""
+"""Tokens of each of the 2 * cp chunks, for three sequences."""
 
 NAMES = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
 
@@ -71,12 +71,11 @@ class Compared(NamedTuple):
 
     @property
     def where(self) -> str:
-        """In words."""
         return f"with {self.exchange} over {self.num_lanes} lanes" if self.exchange else "on one lane alone"
 
     @property
     def wrong(self) -> dict[str, float]:
-        """Those of `errors` that are too large or no number."""
+        """Those of `errors` that are too large or NaN."""
         return {name: error for name, error in self.errors.items() if not error <= self.allowed}
 
 
@@ -129,7 +128,6 @@ def _compared_exchanges(exchanges: Sequence[CpCommType]) -> list[CpCommType]:
 def _judge(
     attention: torch.nn.Module, groups: DynamicCPGroups, exchanges: Sequence[CpCommType], device: torch.device
 ) -> str:
-    """Return this rank's line of `check_attention`."""
     compared, worst, wrong = 0, 0.0, dict[str, str]()
     for one in compare_attention(attention, groups, exchanges, device):
         compared += 1
@@ -154,7 +152,7 @@ def _judge(
 def _inputs(
     config: TransformerConfig, seqlens: tuple[int, ...], cp_size: int, rank: int, device: torch.device
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return (q, k, v and the gradient of the output of the whole pack, the same on all lanes; this lane's rows)."""
+    """Return (q, k, v and output gradient of the whole pack, the same on all lanes; this lane's rows)."""
     tp_size = config.tensor_model_parallel_size
     generator = torch.Generator().manual_seed(cp_size)
     heads, kv_heads = config.num_attention_heads // tp_size, max(1, config.num_query_groups // tp_size)
@@ -167,7 +165,6 @@ def _inputs(
 
 
 def _attend(attention: torch.nn.Module, inputs: Sequence[Tensor], params: DynamicPackedSeqParams) -> list[Tensor]:
-    """Return the tensors that NAMES names, of this lane's rows."""
     *qkv, grad = (x.detach() for x in inputs)
     qkv = [x.requires_grad_() for x in qkv]
     try:
@@ -186,10 +183,7 @@ def _attend(attention: torch.nn.Module, inputs: Sequence[Tensor], params: Dynami
 def _plain_attention(
     inputs: tuple[Tensor, ...], rows: Tensor, seqlens: tuple[int, ...], group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Return the tensors that NAMES names, of this lane's rows, in float64: causal attention, sequence by sequence.
-
-    A lane attends to whole sequences with its own queries, so that nothing but a sum of gradients is exchanged.
-    """
+    """Return NAMES of this lane's rows, in float64, by plain causal attention; lanes only add up gradients."""
     q, k, v, grad = (x.double() for x in inputs)
     query, k, v = q[rows].requires_grad_(), k.requires_grad_(), v.requires_grad_()
     copies, local, start, outs = q.shape[1] // k.shape[1], 0, 0, []

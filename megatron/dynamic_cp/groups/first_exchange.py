@@ -35,8 +35,8 @@ def possible_attentions(
 
     Args:
         query_heads: of a tensor-parallel rank; None: as many as any group can share out.
-        inner_sizes: of those inner groups that were built.
-        ring_sizes: of those with rings around them; None: all.
+        inner_sizes: of the inner groups that were built.
+        ring_sizes: inner sizes with rings around them; None: all.
     """
     sharing = Sharing((query_heads or cp_size, 1), node_lanes=cp_size, allowed=tuple(inner_sizes), has_latents=True)
     rings = None if ring_sizes is None else tuple(ring_sizes)
@@ -62,7 +62,7 @@ def warm_up(
         more: what other layers do over `group`.
 
     Raises:
-        ExchangeError: another number came than was sent, or none.
+        ExchangeError: a wrong number came, or none.
     """
     params = DynamicPackedSeqParams.build(
         (2 * group.size(),),
@@ -95,10 +95,8 @@ def warm_up(
 def _messages(
     own: Tensor, group: dist.ProcessGroup, ranks_per_node: int, params: DynamicPackedSeqParams
 ) -> tuple[Tensor, list[int]]:
-    """Return the numbers received from the other ranks of the node, and those expected.
-
-    Two ranks connect when they first have something to send, which would stall a step for each pair, in the middle of
-    the layers of all others.
+    """Return the numbers received from the other ranks of the node, and those expected. Two ranks connect at their
+    first message, which would otherwise stall a step in the middle of its layers.
     """
     nodes = [rank // ranks_per_node for rank in dist.get_process_group_ranks(group)]
     me = group.rank()

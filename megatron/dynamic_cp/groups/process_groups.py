@@ -1,12 +1,12 @@
 """CP groups of every power-of-two size, built once at start over the data-parallel lanes.
 
 megatron-core is built with `context_parallel_size=1`, so its data-parallel group of a (TP, PP) position *is* the list
-of lanes. A group is an aligned block of 1, 2, 4, ... lanes that lies fully inside [0, N), for any N >= 1: 6 lanes have
-blocks of 4 at lane 0 only. (megatron-core's own builder has no size 1 and fails for odd N.)
+of lanes. A group is an aligned block of 1, 2, 4, ... lanes inside [0, N), for any N >= 1: 6 lanes have a block of 4 at
+lane 0 only. (megatron-core's own builder has no size 1 and fails for odd N.)
 
-a2a+p2p has two levels. Its inner groups are neighbouring lanes, so blocks themselves; its outer groups, lanes with
-equal index in the inner groups of a block, are built for every (block, inner size) that plans may use. On 8 lanes with
-inner sizes 2 and 4 lane 1 is in the outer groups 1 3 (of block 0-3), 1 3 5 7 and 1 5 (of block 0-7).
+a2a+p2p has two levels. Inner groups are neighbouring lanes, so blocks themselves. Outer groups, lanes with equal index
+in the inner groups of a block, are built for every (block, inner size) that plans may use. On 8 lanes with inner sizes
+2 and 4 lane 1 is in the outer groups 1 3 (of block 0-3), 1 3 5 7 and 1 5 (of block 0-7).
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats, Levels
 
 
 def lane_blocks(lane: int, num_lanes: int, min_size: int = 1, max_size: int | None = None) -> list[tuple[int, int]]:
-    """Return (first lane, size) of every CP group that holds `lane`, ascending in size.
-
-    Size 1 is always there: an empty place of a plan runs on a single lane.
-    """
+    """Return (first lane, size) of every CP group that holds `lane`, ascending; size 1 always, for empty places."""
     blocks = []
     size = 1
     while size <= (max_size or num_lanes):
@@ -60,7 +57,6 @@ def two_level_blocks(
 
 
 def _new_group(lane_ranks: Sequence[int], timeout_s: float, lanes: range) -> dist.ProcessGroup:
-    """Return a new group of some lanes; call on its members."""
     step = f"_step_{lanes.step}" if lanes.step > 1 else ""
     return dist.new_group(
         [lane_ranks[member] for member in lanes],
@@ -77,7 +73,7 @@ def _groups_of_blocks(
     new_group: Callable[[range], dist.ProcessGroup],
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
     """Return (first lane, size) -> group, ascending in size; for placed buckets also the group of all lanes."""
-    # torch names a group by how many a rank has: that of all lanes comes first.
+    # torch names a group by how many groups a rank has, so that of all lanes comes first.
     is_more = has_placed and (0, num_lanes) not in blocks
     every = [(0, num_lanes), *blocks] if is_more else blocks
     groups = {(first, size): new_group(range(first, first + size)) for first, size in every}
@@ -91,7 +87,6 @@ def _groups_inside(
     groups: Mapping[tuple[int, int], dist.ProcessGroup],
     new_group: Callable[[range], dist.ProcessGroup],
 ) -> dict[int, dist.ProcessGroup]:
-    """Return inner size -> the group of `lane`: one of `groups` where it is there, else a new one."""
     firsts = {size: lane - lane % size for size in sizes}
     return {
         size: groups.get((first, size)) or new_group(range(first, first + size))
@@ -105,7 +100,7 @@ class DynamicCPGroups:
     """The CP groups of this rank.
 
     Attributes:
-        lane: this rank's position on the data-parallel axis; num_lanes: how many there are.
+        lane, num_lanes: this rank's position on the data-parallel axis, and how many there are.
         groups: (first lane, cp size) -> process group, for every block that holds `lane`.
         inner_groups: inner size -> this lane's inner group of a2a+p2p or blocks; one of `groups` where that size is
             there.
@@ -114,7 +109,7 @@ class DynamicCPGroups:
             plans have no pool.
         stage: of the pipeline.
         build_s, warm_up_s, warm_up_bytes: of building, and of the first exchanges of each group.
-        num_communicators: groups that have exchanged something, of which NCCL has made a communicator.
+        num_communicators: groups that have exchanged something, for which NCCL has made a communicator.
     """
 
     lane: int
@@ -185,7 +180,7 @@ class DynamicCPGroups:
             inner_sizes: that plans may choose; nothing is built for them where no exchange leaves a choice.
             ring_sizes: inner sizes around which rings may go (`Sharing.ring_sizes`); None: any of `inner_sizes`.
             query_heads: of a tensor-parallel rank; exchanges are not warmed in groups that cannot share them evenly.
-            device: where the warm-up exchanges happen; default: what the job's backend needs.
+            device: of the warm-up exchanges; default: what the job's backend needs.
             lane_ranks: global ranks of the lanes, in lane order; default: megatron-core's data-parallel group.
             has_pool: plans may have a pool; ranks are then those of megatron-core's default order.
             has_linear_attention: lanes exchange heads or states of such layers by all-to-all, whatever attention does.
@@ -205,7 +200,7 @@ class DynamicCPGroups:
         rings = (inner_sizes if ring_sizes is None else ring_sizes) if has_rings else ()
         two_levels = two_level_blocks(lane, blocks, rings)
         inner = {size for _, _, size in two_levels} | (set(inner_sizes) if placed else set())
-        # All ranks create theirs in one order, that of (kind, size, inner size): each waits for its members only.
+        # All ranks create their groups in one order, (kind, size, inner size), and each waits only for its members.
         with _members_only():
             stage, tp_rank = divmod(dist.get_rank() - lane * topology.tp_size, topology.num_lanes * topology.tp_size)
             pool = _pool(topology, tp_rank, timeout_s) if has_pool else None
@@ -237,12 +232,8 @@ class DynamicCPGroups:
         query_heads: int | None,
         connect: Callable[..., None],
     ) -> DynamicCPGroups:
-        """Do the first exchanges of every group; return the groups with the time and bytes that they took.
-
-        Args:
-            exchanges, query_heads: as of `build`.
-            blocks: lanes of groups that do any of the exchanges; other groups are for placed attention.
-            connect: `warm_up` on the device of the job.
+        """Return the groups after the first exchange of each, by `connect`, with the time and bytes that these took.
+        Groups outside `blocks` are for placed attention alone.
         """
         started = time.perf_counter()
         placed = [name for name in exchanges if is_placed(name)]
@@ -356,10 +347,8 @@ class DynamicCPGroups:
 
 
 def _pool(topology: Topology, tp_rank: int, timeout_s: float) -> dist.ProcessGroup:
-    """Return the group of all stages and lanes with this tensor-parallel rank; collective over the job.
-
-    All ranks make all of them: where members alone make a group, torch names it by how many groups a rank has, which
-    stages of a pipeline have not in common.
+    """Return the group of all stages and lanes with this tensor-parallel rank; collective over the job. All ranks make
+    all of them: torch names a members-only group by how many a rank has, which differs between stages.
     """
     made = [
         dist.new_group(
@@ -374,10 +363,8 @@ def _pool(topology: Topology, tp_rank: int, timeout_s: float) -> dist.ProcessGro
 
 @contextlib.contextmanager
 def _members_only() -> Iterator[None]:
-    """Let torch connect the members of new groups, and nobody else.
-
-    Where the job was initialized with a `device_id`, torch splits a group off the communicator of the whole job. NCCL
-    then waits for all ranks of the job at every group, and those that are not in it do not come.
+    """Let torch connect only the members of new groups. In a job initialized with a `device_id`, torch splits a group
+    off the job's communicator, and NCCL then waits for all ranks of the job, also for those that never come.
     """
     world = dist.group.WORLD
     assert world is not None

@@ -25,9 +25,9 @@ Levels = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 class FutureColumns:
     """Columns of every depth of multi-token prediction, for T local tokens, and the sums of their losses.
 
-    The module of depth k (1, 2, ...) gets the token k places further on in the same sample, and predicts the one after
-    it. That place may be on another lane: so columns are shifted before they are sharded, where whole samples are at
-    hand (`data.micro_batches`). Behind the end of a sample all of them are 0, and so is the loss.
+    The module of depth k (1, 2, ...) gets the token k places later in the same sample, and predicts the one after it.
+    That place may be on another lane, so columns are shifted before they are sharded (`data.micro_batches`). After the
+    end of a sample all of them are 0, and so is the loss.
 
     Attributes:
         columns: int64 [depth, NUM_COLUMNS, T].
@@ -41,7 +41,6 @@ class FutureColumns:
 
     @property
     def num_depths(self) -> int:
-        """Modules that read them."""
         return len(self.loss_mask)
 
     def inputs(self, depth: int) -> tuple[Tensor, Tensor]:
@@ -75,16 +74,15 @@ except ImportError:  # loops outside Megatron need torch only: `megatron.integra
 
 @dataclass
 class ExchangeStats:
-    """Bytes that this rank had to send to other lanes for attention, forward and backward, since the step began.
-
-    Of a collective over n lanes the share of the n - 1 others counts; gloo's own reduce-scatter moves twice as much.
+    """Bytes that this rank had to send to other lanes for attention, forward and backward, since the step began. A
+    collective over n lanes counts the share of the n - 1 others; gloo's own reduce-scatter moves twice as much.
     """
 
     bytes_sent: int = 0
 
 
 class LayerCache:
-    """What layers derive from a micro-batch: the first layer that asks makes it. Nothing else of a micro-batch changes.
+    """What layers derive from a micro-batch, made by the first layer that asks; nothing else of a micro-batch changes.
 
     Layers with other masks share it; recomputed layers find what the first pass made.
 
@@ -115,7 +113,7 @@ class LayerCache:
         return kept
 
     def move_to(self, placed: Any) -> None:
-        """Have another lane's part computed: what was derived from the one before is dropped."""
+        """Switch to another lane's part, and drop what was derived from the one before."""
         self.placed = placed
         self._of_masks.clear()
 
@@ -132,26 +130,22 @@ class DynamicPackedSeqParams(PackedSeqParams):
     TransformerEngine sees the fields of the base class only. All four `cu_seqlens*` are the SAME int32 tensor of padded
     boundaries over the whole group [num_sequences + 1], and padding is at the end of each sequence. `max_seqlen_*` is
     the longest padded length; with placed attention at least that of the longest sample. `cp_group` and `local_cp_size`
-    are always set, also for one lane.
+    are always set, also for one lane. Nothing but `cache` changes after it is built.
 
     Attributes:
         padded_seqlens: the boundaries on the host, so that no layer has to ask the device for them.
-        seqlens: tokens of each sequence without its padding, whose keys no other token may see. In an empty place
-            padding counts as tokens.
+        seqlens: tokens of each sequence, in an empty place with its padding; no other token may see keys of padding.
         is_empty_place: no token is a sample's.
         mask: of the layers that get these parameters; layers with others take `with_mask`.
-        masked_samples: the samples of the pack, where one brings a mask of its own; padding behind a sample is a causal
-            sequence of its own. None: all have the mask of the layers.
+        masked_samples: the samples of the pack, where one brings a mask; padding behind a sample is a causal sequence
+            of its own. None: all have the mask of the layers.
         positions: position of each local token for rotary embedding, int64 [T]: within its sequence, or by its mask.
-        cp_comm_type: how keys and values are exchanged.
-        state_exchange: how layers with linear attention are shared: by "heads" or by "states".
-        heads_group: lanes that exchange heads for rows; None: none do.
-        ring_group: lanes that pass keys and values round; None: none do. The bucket's inner_cp_size decides both
-            (`process_groups.DynamicCPGroups.levels`).
-        label: where in the run this is, for error messages.
-        stats: counter shared by all micro-batches of the step.
+        cp_comm_type, state_exchange: how keys and values, and layers with linear attention ("heads", "states"), are
+            shared.
+        heads_group, ring_group: lanes that exchange heads for rows, and that pass keys and values round; None: none do.
+        label, stats: the place in the run, for messages; a counter shared by all micro-batches of the step.
         future: what modules of multi-token prediction read; None: there are none on this rank.
-        cache: what layers derive from all this. Everything else stays as it was built.
+        cache: what layers derive from all this.
     """
 
     padded_seqlens: tuple[int, ...] = ()
@@ -176,23 +170,17 @@ class DynamicPackedSeqParams(PackedSeqParams):
 
     @classmethod
     def checked(cls, params: object) -> DynamicPackedSeqParams:
-        """Return the parameters that a layer was given, if they are of this class.
-
-        Raises:
-            TypeError: it is megatron-core's, or None.
-        """
+        """Return the parameters that a layer was given; TypeError if they are megatron-core's, or None."""
         if not isinstance(params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(params).__name__}")
         return params
 
     @property
     def placed(self) -> Any:
-        """This lane's part of placed attention."""
         return self.cache.placed
 
     @property
     def nano_batches(self) -> Any:
-        """The nano-batches in which layers run in a pool."""
         return self.cache.nano_batches
 
     @property
@@ -202,12 +190,10 @@ class DynamicPackedSeqParams(PackedSeqParams):
 
     @property
     def ring_size(self) -> int:
-        """Lanes of the ring."""
         return 1 if self.ring_group is None else self.ring_group.size()
 
     @property
     def ring_rank(self) -> int:
-        """This lane's place in the ring."""
         return 0 if self.ring_group is None else self.ring_group.rank()
 
     @property
@@ -250,9 +236,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         Args:
             cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
             levels: (heads group, ring group) of the bucket; None: no heads are exchanged, the ring is the whole group.
-            seqlens: as the attribute; None: there is no padding.
-            mask, masked_samples, state_exchange, is_empty_place, future: as the attributes.
-            placed: as of `LayerCache`.
+            seqlens: as the attribute; None: there is no padding. placed: as of `LayerCache`. Others: as the attributes.
         """
         heads_group, ring_group = (None, cp_group) if levels is None else levels
         if cu_seqlens is None:

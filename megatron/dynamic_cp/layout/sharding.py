@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 
 
 def shard_positions(padded_seqlen: int, cp_size: int, cp_rank: int) -> NDArray[np.int64]:
-    """Return the positions within its own sequence of each token that `cp_rank` holds, shape [padded_seqlen / cp_size].
-
-    Args:
-        padded_seqlen: tokens of the sequence over the whole group, a multiple of 2 * cp_size if cp_size > 1.
+    """Return the positions in its own sequence of each token that `cp_rank` holds, int64 [padded_seqlen / cp_size].
+    `padded_seqlen` counts tokens over the whole group, a multiple of 2 * cp_size if cp_size > 1.
     """
     if cp_size == 1:
         return np.arange(padded_seqlen)
@@ -33,9 +31,8 @@ def packed_shard_positions(padded_seqlens: Sequence[int], cp_size: int, cp_rank:
 
 
 def count_held(seqlen: int, padded_seqlen: int, cp_size: int, cp_rank: int) -> int:
-    """Return how many of the first `seqlen` tokens `cp_rank` holds: what is no padding.
-
-    They come first in its shard, because a late chunk has some of them only where the early one has nothing else.
+    """Return how many of the first `seqlen` tokens, which are not padding, `cp_rank` holds. They come first in its
+    shard: its late chunk has some of them only where its early one is full of them.
     """
     if cp_size == 1:
         return seqlen

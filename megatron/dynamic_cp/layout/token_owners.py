@@ -1,7 +1,7 @@
 """Which sequences each token of a lane belongs to: for what is counted or lost by sequence, not by pack.
 
-A prompt with several responses is as many sequences, each of which has the prompt; a tree of turns is those of its
-branches. So tokens are numbered by segments, whose tokens belong to the same sequences; a plain sample is one segment.
+A prompt with several responses is as many sequences, each with the prompt; a tree of turns is one sequence per branch.
+So tokens are numbered by segments, whose tokens belong to the same sequences; a plain sample is one segment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TokenOwners(NamedTuple):
 
 
 def token_owners(params: DynamicPackedSeqParams) -> TokenOwners:
-    """Return the sequences of the local tokens. Computed by the first layer that asks."""
+    """Return the owners of the local tokens, computed by the first layer that asks."""
 
     def make() -> TokenOwners:
         if params.placed is not None:
@@ -65,18 +65,13 @@ class Segments(NamedTuple):
 
 
 def segments_of(sample: Sample) -> Segments:
-    """Return the segments of a sample: of a prompt with responses or of a tree of turns, or all of it as one."""
+    """Return the segments of a sample: of a prompt with responses, of a tree of turns, or all of it as one."""
     mask = sample.mask
     return Segments(mask.shape()[0], mask.paths()) if isinstance(mask, Branches) else Segments((sample.seqlen,), [[0]])
 
 
 def _owners(shards: Sequence[NDArray[np.int64]], segments: Sequence[Segments], device: torch.device) -> TokenOwners:
-    """Return the owners of tokens.
-
-    Args:
-        shards: for each sample which of its tokens are here; what lies behind its segments is padding.
-        segments: of each sample.
-    """
+    """Return the owners of tokens; `shards` are each sample's tokens here, padding behind its segments."""
     num_segments, num_sequences = sum(len(one.lengths) for one in segments), 0
     places, shares = [], []
     first = 0

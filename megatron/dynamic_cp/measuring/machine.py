@@ -1,7 +1,7 @@
 """The machine of a rank: how much memory is free, and how long CPU ranks would take if it did nothing else.
 
-If all cores that ranks may use are busy, the ranks lose exactly the time that other programs take of them. The system
-counts the seconds that cores were busy; those that the ranks did not spend went to others, including the hypervisor.
+If all cores that ranks may use are busy, the ranks lose exactly the time that other programs take. The system counts
+the busy seconds of cores; those that the ranks did not spend went to others, including the hypervisor.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dynamic_cp.types import Topology
 _IDLE = (3, 4)
 """Columns of /proc/stat in which a core has nothing to do: idle, and waiting for a disk (proc(5))."""
 _COLUMNS = 8
-"""Further ones are parts of these: guests."""
+"""Further columns are parts of these: guests."""
 _IDLE_SHARE = 0.1
 """Share of the cores: if this much was idle, no process lacked CPU time."""
 
 
 def free_bytes(device: torch.device, *, swaps: bool = False) -> int | None:
-    """Return the free memory of the device, swaps: of a CPU with its free swap; None if it cannot be told."""
+    """Return the free bytes of the device, for a CPU with `swaps` its free swap, too; None if they cannot be told."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -38,11 +38,8 @@ def free_bytes(device: torch.device, *, swaps: bool = False) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """A moment on this rank's machine.
-
-    Attributes:
-        wall_s: of a clock; process_s: CPU time of this process.
-        busy_s, idle_s: of the cores that this process may use, since the machine started; 0 where that is not said.
+    """A moment on this rank's machine: seconds of a clock, CPU time of this process, and busy and idle seconds of the
+    cores that it may use since the machine started, 0 where the system does not say.
     """
 
     wall_s: float
@@ -52,16 +49,13 @@ class Moment:
 
     @classmethod
     def now(cls) -> Moment:
-        """Return this moment."""
         busy_s, idle_s = _cores_s()
         return cls(wall_s=time.perf_counter(), process_s=time.process_time(), busy_s=busy_s, idle_s=idle_s)
 
 
 def alone_s(elapsed_s: float, own_s: float, busy_s: float, idle_s: float) -> float:
-    """Return the seconds of `elapsed_s` that are left without what other programs took from the ranks of a machine.
-
-    Args:
-        own_s: CPU time of its ranks meanwhile; busy_s, idle_s: time of all their cores, busy and not.
+    """Return the seconds of `elapsed_s` without what other programs took from the ranks of a machine. `own_s` is the
+    CPU time of its ranks meanwhile, `busy_s` and `idle_s` are of all their cores.
     """
     all_s = busy_s + idle_s
     if all_s <= 0:
@@ -72,12 +66,8 @@ def alone_s(elapsed_s: float, own_s: float, busy_s: float, idle_s: float) -> flo
 
 
 def share_of_others(started: Moment, own_s: float, topology: Topology) -> float | None:
-    """Return the share of the cores that other processes took from the ranks since `started`.
-
-    None for ranks on several machines, and where the system does not say.
-
-    Args:
-        own_s: CPU time of all ranks meanwhile.
+    """Return the share of the cores that other processes took from the ranks since `started`; `own_s` is the CPU time
+    of all ranks. None for ranks on several machines, and where the system does not say.
     """
     now = Moment.now()
     elapsed_s, busy_s, idle_s = now.wall_s - started.wall_s, now.busy_s - started.busy_s, now.idle_s - started.idle_s

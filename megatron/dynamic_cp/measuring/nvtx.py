@@ -3,25 +3,9 @@
     with span("ring step %d of %d", step, size):
         ...
 
-By default spans are off; a span then costs a function call (about 0.2 us) and formats nothing. `record_with` switches
-them on for this process, including threads of the autograd engine.
-
-| span | around |
-|---|---|
-| `iteration 12` | all of it but logging, evaluation and saving |
-| `waiting for the plan`, `waiting for packed samples` | together they are `waited for it` of the log line |
-| `packing` | reading, padding and sharding inside the step (`--num-workers 0`) |
-| `step 12, micro-batch 0, lanes 0..3` | the forward pass of one micro-batch on one model chunk |
-| `forward, cp 4 p2p, 512 tokens` | the same, named by its bucket: CP size, exchange, padded tokens of this rank |
-| `ring step 1 of 4` | one block of keys and values; `..., backward` in the backward pass |
-| `exchanging heads`, `gathering keys and values`, `scattering gradients` | collectives of the other exchanges |
-| `attention backward, cp 4 p2p, 512 tokens` | the backward pass of one layer's attention |
-| `backward pass` | of one micro-batch on one model chunk |
-| `sums over the job` | the all-reduce of the loss; the host waits for the device here |
-| `optimizer` | its step, clipping and gathering included |
-| `naming the checkpoint` | of --async-save, once its files are written |
-
-TransformerEngine's attention has its own ranges instead of ring steps.
+Spans are off by default; one then costs a function call (about 0.2 us) and formats nothing. `record_with` switches them
+on for this process, including threads of the autograd engine. docs/how-to/operate.md lists them, but for `naming the
+checkpoint` of --async-save, which runs once its files are written.
 """
 
 from __future__ import annotations
@@ -38,8 +22,6 @@ Open = Callable[[str], AbstractContextManager[Any]]
 
 
 class _Off:
-    """A context manager that does nothing."""
-
     __slots__ = ()
 
     def __enter__(self) -> None:
@@ -54,10 +36,7 @@ _open: Open | None = None
 
 
 def record_with(opener: Open | None) -> None:
-    """Open every span with `opener(label)` from now on; None: record none.
-
-    `torch.cuda.nvtx.range` makes NVTX ranges, `torch.profiler.record_function` ranges of torch.profiler.
-    """
+    """Open every span with `opener(label)` from now on, such as NVTX or PYTORCH; None: record none."""
     global _open
     _open = opener
 
@@ -70,11 +49,7 @@ def span(label: str, *values: object) -> AbstractContextManager[Any]:
 
 
 def bucket_span(what: str, params: Any) -> AbstractContextManager[Any]:
-    """Return the span of `what` (such as "forward") of a bucket, with its CP size, exchange and tokens per rank.
-
-    Args:
-        params: of its micro-batch, a `DynamicPackedSeqParams`.
-    """
+    """Return the span of `what` (such as "forward"), with a micro-batch's CP size, exchange and tokens per rank."""
     if _open is None:
         return _OFF
     num_tokens = sum(params.padded_seqlens) // params.local_cp_size

@@ -3,8 +3,8 @@
     column   A [rank, in] on every TP rank, B [out / TP, rank]: A x is the same on all, its gradient a sum over them
     row      A [rank, in / TP], B [out, rank] on every TP rank: A x is a sum over them
 
-With sequence parallelism each TP rank has other tokens of what is narrow and whole (x of A in a column, A x in a row),
-so megatron-core adds up that weight's gradients over them, as those of norms. What TP ranks send is `rank` wide.
+With sequence parallelism each TP rank applies the whole weight (A in a column, B in a row) to its own tokens, so
+megatron-core sums that weight's gradients over TP ranks, as those of norms. TP ranks send only `rank` channels.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dynamic_cp.types import Adapters
 
 NAME = "adapter"
 INNER, OUTER = f"{NAME}.linear_in.weight", f"{NAME}.linear_out.weight"
-"""What a checkpoint calls A and B behind the name of their layer."""
+"""Names of A and B in a checkpoint, behind the name of their layer."""
 
 
 class Adapter(nn.Module):
-    """A and B beside a linear layer, as the TP rank of it holds them."""
+    """A and B beside a linear layer, as one of its TP ranks holds them."""
 
     def __init__(self, layer: ColumnParallelLinear | RowParallelLinear, adapters: Adapters) -> None:
         super().__init__()
@@ -93,8 +93,6 @@ class Adapter(nn.Module):
 
 
 class _Adapted:
-    """Adds its adapter to what a parallel linear layer of megatron-core puts out."""
-
     adapter: Adapter
     in_halves: bool
 
@@ -109,21 +107,20 @@ class _Adapted:
 
 
 class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):
-    """megatron-core's with an adapter."""
+    """megatron-core's layer with an adapter."""
 
 
 class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):
-    """megatron-core's with an adapter."""
+    """megatron-core's layer with an adapter."""
 
 
 _WITH_ADAPTER = {ColumnParallelLinear: AdaptedColumnParallelLinear, RowParallelLinear: AdaptedRowParallelLinear}
 
 
 def train_adapters_only(chunk: Any, adapters: Adapters) -> None:
-    """Give the layers of a model chunk adapters and freeze all else.
-
-    Layers become others of a class that has one, whichever spec built them: their weights, names and places in a
-    checkpoint stay. What the first of them gets wants a gradient, because recomputation repeats nothing without one.
+    """Give the layers of a model chunk adapters and freeze all else. Layers change their class, whichever spec built
+    them: weights, names and places in a checkpoint stay. The embedding's output requires a gradient, because
+    recomputation repeats nothing without one.
     """
     chunk.requires_grad_(False)
     chunk.config.moe_router_bias_update_rate = 0.0  # biases of experts are no adapters

@@ -2,10 +2,9 @@
 
     hidden states [T, 1, H] -> for each chunk: logits [t, 1, V / TP] -> losses [1, t] -> losses [1, T]
 
-Forward keeps the hidden states alone, backward computes the logits of each chunk again. With sequence parallelism a
-chunk has the same rows of every TP rank's part, so that ranks gather and scatter no more than a chunk either. What is
-computed of logits is handed in: megatron-core's cross entropy (`ChunkedHeadModel`), or log-probs and entropies
-(`token_log_probs`), in any form that takes tokens one by one.
+Forward keeps only the hidden states, backward computes the logits of each chunk again. With sequence parallelism a
+chunk has the same rows of every TP rank's part, so ranks gather and scatter only a chunk. What is computed of logits is
+an argument.
 """
 
 from __future__ import annotations
@@ -25,16 +24,12 @@ OfLogits = Callable[[Tensor, Tensor], Sequence[Tensor]]
 """(logits [t, 1, this rank's share of V], labels [1, t]) -> outputs, each [1, t]."""
 
 OfHidden = Callable[[GPTModel, Tensor, Tensor], Tensor]
-"""(model of the last stage, hidden states behind the last norm [T, 1, H], labels [1, T]) -> what it returns."""
+"""(model of the last stage, hidden states behind the last norm [T, 1, H], labels [1, T]) -> its output."""
 
 
 class ChunkedHeadModel(GPTModel):
-    """megatron-core's GPTModel whose losses are computed over chunks where its configuration says how large they are.
-
-    `config.loss_chunk_tokens` is there once `set_loss_chunk` has seen it; without it this is GPTModel.
-
-    Attributes:
-        token_outputs: what the last stage returns in place of losses; None: losses.
+    """megatron-core's GPTModel, with losses over chunks where `set_loss_chunk` has set `config.loss_chunk_tokens`.
+    `token_outputs` computes what the last stage returns in place of losses; None: losses.
     """
 
     token_outputs: OfHidden | None = None
@@ -73,23 +68,19 @@ class ChunkedHeadModel(GPTModel):
 
 
 def set_loss_chunk(config: Any, chunk_tokens: int) -> None:
-    """Have models of a configuration compute their losses over chunks of so many tokens, 0: of all at once."""
+    """Make models of a configuration compute their losses over chunks of so many tokens; 0: of all at once."""
     config.loss_chunk_tokens = chunk_tokens  # megatron-core has no field for it
 
 
 def loss_chunk_of(config: Any) -> int:
-    """Return the tokens of a chunk, 0 where losses are those of all tokens at once."""
+    """Return the tokens of a chunk; 0: losses are of all tokens at once."""
     return getattr(config, "loss_chunk_tokens", 0)
 
 
 class ChunkedHead(NamedTuple):
-    """A head and what is computed of its logits, chunk by chunk.
-
-    Attributes:
-        layer: the head.
-        of_logits: what is computed; its outputs are differentiated by autograd.
-        chunk_tokens: most tokens whose logits exist at once, at least 1; of all TP ranks with sequence parallelism.
-        gathers: whether TP ranks gather their logits; None: as the layer was built.
+    """A head and what is computed of its logits, chunk by chunk, and differentiated by autograd. At most `chunk_tokens`
+    tokens, of all TP ranks with sequence parallelism, have logits at once. `gathers`: whether TP ranks gather their
+    logits; None: as the layer was built.
     """
 
     layer: ColumnParallelLinear
@@ -98,13 +89,7 @@ class ChunkedHead(NamedTuple):
     gathers: bool | None = None
 
     def __call__(self, hidden: Tensor, labels: Tensor, weight: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the outputs of all tokens, each [1, T].
-
-        Args:
-            hidden: [T, 1, H], with sequence parallelism this rank's part of T.
-            labels: [1, T].
-            weight: of the head, where it is not the layer's own.
-        """
+        """Return the outputs of all tokens, each [1, T]; arguments as of `ChunkedHeadModel.token_losses`."""
         if self.chunk_tokens < 1:
             raise InvalidInputError(f"a chunk of {self.chunk_tokens} tokens is not possible: give at least 1")
         weight = self.layer.weight if weight is None else weight
@@ -113,11 +98,11 @@ class ChunkedHead(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Parts of the tokens that TP ranks hold."""
+        """The number of parts in which TP ranks hold the tokens."""
         return self.layer.tp_group.size() if self.layer.sequence_parallel else 1
 
     def rows(self, hidden: Tensor) -> Iterator[slice]:
-        """Yield the rows of `hidden` that make a chunk with those of the other parts."""
+        """Yield the rows of `hidden` that form a chunk together with those of the other parts."""
         step = max(1, self.chunk_tokens // self.num_parts)
         for first in range(0, max(1, len(hidden)), step):
             yield slice(first, first + step)
@@ -127,11 +112,10 @@ class ChunkedHead(NamedTuple):
         return values.view(self.num_parts, -1)[:, rows].reshape(1, -1)
 
     def joined(self, chunks: Sequence[Tensor]) -> Tensor:
-        """Return values [1, T] in the order of tokens; what `of_chunk` takes apart."""
+        """Return values [1, T] in the order of tokens: undoes `of_chunk`."""
         return torch.cat([chunk.view(self.num_parts, -1) for chunk in chunks], dim=1).view(1, -1)
 
     def outputs(self, hidden: Tensor, labels: Tensor, weight: Tensor) -> Sequence[Tensor]:
-        """Return the outputs of one chunk."""
         logits, _ = self.layer(hidden, weight=weight, runtime_gather_output=self.gathers)
         return self.of_logits(logits, labels)
 
@@ -162,10 +146,8 @@ class _Chunked(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """The sum of the chunks' gradients: in the buffer of DDP, in its precision, where the weight has one.
-
-    Attributes:
-        alias: the weight as a leaf of its own, so that what waits for the gradient of the weight sees the sum alone.
+    """The sum of the chunks' gradients: in DDP's buffer and precision, where the weight has one. `alias` is the weight
+    as a leaf of its own, so that hooks on the weight see the sum alone.
     """
 
     def __init__(self, weight: Tensor, main_grad: Tensor | None, *, is_needed: bool) -> None:
@@ -175,7 +157,7 @@ class _WeightGradient:
             self.alias.main_grad = main_grad  # type: ignore[attr-defined]  # where fused kernels add themselves
 
     def add(self, gradient: Tensor | None = None) -> None:
-        """Add the gradient of a chunk, None where a fused kernel has done so."""
+        """Add the gradient of a chunk; None: a fused kernel has done so."""
         if gradient is None:
             return
         if self._main_grad is not None:
@@ -188,7 +170,7 @@ class _WeightGradient:
     def total(self) -> Tensor | None:
         """Return the part of the weight's gradient that autograd still has to add."""
         if self._main_grad is not None and self.alias.requires_grad:
-            return self.alias.new_zeros(()).expand_as(self.alias)  # what waits for a gradient has to see one
+            return self.alias.new_zeros(()).expand_as(self.alias)  # hooks that wait for a gradient have to see one
         return self._sum
 
 
@@ -202,14 +184,9 @@ def token_log_probs(
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of the labels and entropies, both [1, T] in float32 and with gradients, over chunks of tokens.
-
-    Args:
-        layer: the LM head, whose TP ranks have a share of the vocabulary each.
-        hidden: behind the last norm, [T, 1, H], with sequence parallelism this rank's part of T.
-        labels: [1, T].
-        chunk_tokens: most tokens whose logits exist at once.
-        weight: of the head, where it is not the layer's own (`shared_embedding_or_output_weight`).
-        temperature: that logits are divided by, above 0.
+    `layer` is the LM head, whose TP ranks have a share of the vocabulary each; `hidden`, `labels` and `weight` are
+    as of `ChunkedHeadModel.token_losses`. At most `chunk_tokens` tokens have logits at once, divided by
+    `temperature` (> 0).
     """
     if not temperature > 0:
         raise InvalidInputError(f"temperature is {temperature}, it must be greater than 0")

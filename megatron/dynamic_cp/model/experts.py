@@ -1,21 +1,19 @@
-"""A transformer layer with experts. Its router's losses and counts are those of sequences, however these are packed.
+"""A transformer layer with experts, whose router's losses and counts are those of sequences, however these are packed.
 
-megatron-core's router takes a pack for one sequence, its own static group for the bucket's and padding for tokens; its
-gradients are wrong by 29% to 125% when samples are packed. Here every sequence has the losses that it would have alone
-in a single process, and the gradients of a step are those of
+megatron-core's router takes a pack for one sequence, its static group for the bucket's and padding for tokens; with
+packed samples its gradients are wrong by 29% to 125%. Here every sequence has the losses that it would have alone in a
+single process, and the gradients of a step are those of
 
     [ sum of token losses + sum over layers, sequences of  n (aux_coeff * aux + z_coeff * z) ] / number of token losses
-
     aux = E / (k n^2) * sum over experts of (tokens routed to the expert) * (sum over tokens of its normalized score)
     z   = 1 / n * sum over tokens of logsumexp(logits)^2
 
-with n tokens of a sequence, E experts and k of them for each token. Tokens that no loss is asked of, such as a chat's
-questions, count in n. A prompt with several responses counts in the sequence of each, as if all had one of their own;
-only experts compute it once. Padding and empty places are in no loss and no count, and no expert computes them: their
-tokens all look alike, so they would all go to the same few experts.
+with n tokens of a sequence, E experts and k of them for each token. Tokens without a loss, such as a chat's questions,
+count in n. A prompt counts in the sequence of each of its responses; only experts compute it once. Padding and empty
+places are in no loss and no count, and no expert computes them: alike, they would all go to the same few experts.
 
-Source: Fedus et al. 2021 (Switch Transformer, arXiv 2101.03961), equations 4 to 6; Zoph et al. 2022 (ST-MoE,
-arXiv 2202.08906), equation 5.
+Source: Fedus et al. 2021 (Switch Transformer, arXiv 2101.03961), equations 4 to 6; Zoph et al. 2022 (ST-MoE, arXiv
+2202.08906), equation 5.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class DynamicCPRouter(TopKRouter):
     Attributes:
         params: of the micro-batch that runs; its layer sets them (`LayerWithExperts`).
         aux_loss_coeff: of all load-balancing losses that are asked for together; for a sequence they are the same.
-        sums: since `take_sums`, of real tokens that trained, float32 [num_experts + 3]: tokens routed to each expert,
+        sums: of real tokens that trained since `take_sums`, float32 [num_experts + 3]: tokens routed to each expert,
             sums of n * aux and of n * z, both without their coefficients, and of n; this rank's part.
     """
 
@@ -85,27 +83,23 @@ class DynamicCPRouter(TopKRouter):
 
     @property
     def number_in_model(self) -> int:
-        """Number of its layer, from 1; layers of multi-token prediction count on behind the last.
-
-        megatron-core counts so until 0.16; later releases begin anew with those of multi-token prediction.
-        """
+        """Number of its layer, from 1. Multi-token layers count on behind the last, as in megatron-core until 0.16."""
         assert self.layer_number is not None, "its layer has told it"
         before = self.config.num_layers if getattr(self, "is_mtp_layer", False) else 0
         return int(self.layer_number) + before
 
     def take_sums(self) -> Tensor | None:
-        """Return `sums`, which begin anew; None where nothing trained."""
+        """Return and reset `sums`; None where nothing trained."""
         sums, self.sums = self.sums, None
         return sums
 
     def forget(self) -> None:
-        """Forget what was counted since the last step: it was no training."""
+        """Forget what was counted since the last step, which was no training."""
         self.sums = None
         if self.enable_expert_bias:
             self.local_tokens_per_expert.zero_()
 
     def _owners(self, logits: Tensor) -> TokenOwners:
-        """Return `token_owners` of the tokens that this tensor-parallel rank routes."""
         if self.params is None:
             raise TypeError("a router needs the parameters of its micro-batch: use gpt_block_spec")
         owners = token_owners(self.params)
@@ -118,10 +112,7 @@ class DynamicCPRouter(TopKRouter):
         return owners
 
     def _aux_loss(self, logits: Tensor, owners: TokenOwners) -> Tensor:
-        """Return this rank's part of the sum over sequences of n * aux.
-
-        Counts are those of the whole sequence, on whatever ranks its tokens are; scores are those of the tokens here.
-        """
+        """Return this rank's part of n * aux summed over sequences: their whole counts, scores of local tokens."""
         if self.params.placed is not None:  # type: ignore[union-attr]
             raise TypeError(f"{self.params.label}: the lanes of a placed bucket do not number its samples alike")  # type: ignore[union-attr]
         routing_map, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
@@ -132,13 +123,12 @@ class DynamicCPRouter(TopKRouter):
         counts = of_segments.new_zeros(owners.num_sequences, logits.shape[-1]).index_add_(
             0, sequence, of_segments[segment]
         )
-        # Each token chose k experts: the row of a sequence adds up to k n. That of padding has no weight.
+        # Each token chose k experts, so the row of a sequence adds up to k n. That of padding has no weight.
         of_sequences = counts * (self.config.num_moe_experts / counts.sum(dim=1, keepdim=True).clamp(min=1))
         weights = torch.zeros_like(of_segments).index_add_(0, segment, of_sequences[sequence])
         return (scores * weights[owners.segments]).sum()
 
     def _sum_over_sample(self, counts: Tensor) -> None:
-        """Add up what the ranks that share the samples of this bucket have counted."""
         for group in (self.tp_group if self.config.sequence_parallel else None, self.params.cp_group):  # type: ignore[union-attr]
             if group is not None and group.size() > 1:
                 dist.all_reduce(counts, group=group)
@@ -146,45 +136,41 @@ class DynamicCPRouter(TopKRouter):
     # What megatron-core would do in `routing` for a pack; all of it is done above.
 
     def is_aux_loss_enabled(self) -> bool:
-        """Return False: megatron-core's losses are never computed."""
         return False
 
     def apply_z_loss(self, logits: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        """Return `logits` as they are."""
         return logits
 
     def _apply_expert_bias(self, *_args: Any, **_kwargs: Any) -> None:
-        """Count nothing. megatron-core compiles this, anew for new lengths."""
+        """Count nothing. megatron-core would compile this anew for new lengths."""
 
 
 class LayerWithExperts(TransformerLayer):
-    """megatron-core's layer; hands the parameters of a micro-batch to its router.
-
-    They go the way of a padding mask, which megatron-core hands on as it is, also when the experts are recomputed
-    (--recompute-modules moe): by then another micro-batch may have passed through the layer.
+    """megatron-core's layer, which hands the parameters of a micro-batch to its router. They travel as the padding
+    mask, which megatron-core hands on as it is, also when experts are recomputed (--recompute-modules moe) after
+    another micro-batch has passed through the layer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The same pass that megatron-core would repeat, but with the arguments that it was called with.
+        # The same pass that megatron-core would repeat, but with the arguments of the first one.
         self.recompute_mlp, self.mlp.moe_layer_recompute = self.mlp.moe_layer_recompute, False
         self.mlp.register_forward_pre_hook(_hand_over, with_kwargs=True)
         if self.config.tensor_model_parallel_size > 1:
-            # Whole experts on each tensor-parallel rank see the tokens of that rank: their gradients are summed over
-            # these ranks, too. megatron-core does so with EP > 1 only.
+            # Each tensor-parallel rank has whole experts and only its own tokens, so gradients are summed over these
+            # ranks, too. megatron-core does so with EP > 1 only.
             for parameter in self.mlp.experts.parameters():
                 parameter.allreduce = False
-                # megatron-core marks the bias of an expert's second matrix as one of a share of the sequence, so that
-                # its gradient would be summed once more: TP times as large.
+                # megatron-core marks an expert's second bias as sequence-parallel: its gradient would be TP times as
+                # large.
                 parameter.sequence_parallel = False
-                # No copy of what another rank has: until 0.19 the norm of gradients counts what is not marked so on
-                # the first tensor-parallel rank only, and ranks clip by norms of their own.
+                # Not a copy of another rank's: until 0.19 the norm of gradients counts what is not marked so on the
+                # first tensor-parallel rank only, and ranks would clip by different norms.
                 parameter.tensor_model_parallel = True
 
     def forward(
         self, *args: Any, packed_seq_params: DynamicPackedSeqParams | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """See TransformerLayer.forward."""
         kwargs["padding_mask"] = packed_seq_params
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)  # type: ignore[no-any-return]
 
@@ -195,13 +181,11 @@ def _hand_over(experts: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
 
 
 class NumberedExperts(SequentialMLP):
-    """megatron-core's experts of a rank, one after the other; what one starts with depends on its number only.
+    """megatron-core's experts of a rank, one after the other; an expert's initial weights depend on its number only.
 
-    megatron-core's begin alike on all ranks of a block where they are made on the CPU, and what is made after them
-    begins otherwise with another number of them on a rank.
-
-    Biases of second matrices are added here, to the outputs of all experts together. megatron-core adds them expert by
-    expert to what autograd holds, in place, which torch refuses where one rank has all experts.
+    megatron-core's begin alike on all ranks of a block where they are made on the CPU, and their number on a rank
+    changes what is made after them. Biases of second matrices are added here, to the outputs of all experts together:
+    megatron-core adds them in place, expert by expert, which torch refuses where one rank has all experts.
     """
 
     def __init__(
@@ -222,12 +206,8 @@ class NumberedExperts(SequentialMLP):
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Return the weighted outputs of the experts, [tokens, hidden size].
-
-        Args:
-            tokens: [tokens, hidden size], those of the first expert first.
-            tokens_per_expert: [experts here].
-            probs: [tokens] weights.
+        """Return the weighted outputs of the experts, [tokens, hidden size]. `tokens` is [tokens, hidden size], those
+        of the first expert first; `tokens_per_expert` [experts here]; `probs` [tokens].
         """
         output, _ = super().forward(tokens, tokens_per_expert, probs, *args, **kwargs)
         if self.config.add_bias_linear:
@@ -238,16 +218,15 @@ class NumberedExperts(SequentialMLP):
 
 
 class _WithoutItsBias(RowParallelLinear):
-    """The second matrix of an expert; whoever has the expert adds its bias."""
+    """The second matrix of an expert; `NumberedExperts` adds its bias."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Return the product alone."""
         output, _ = super().forward(*args, **kwargs)
         return output, None
 
 
 def use_our_parts(mlp: Any) -> None:
-    """Have the experts of a layer spec, and their router, built as ours."""
+    """Make a layer spec build our experts and our router."""
     submodules = mlp.keywords["submodules"] if releases.EXPERTS_BY_FUNCTION.here else mlp.submodules
     submodules.router = DynamicCPRouter
     experts = submodules.experts
@@ -259,7 +238,7 @@ def use_our_parts(mlp: Any) -> None:
 
 @contextlib.contextmanager
 def as_if_nothing_was_routed(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Forget afterwards what the routers of `chunks` counted inside, and what a step made of it."""
+    """Forget afterwards what the routers of `chunks` counted inside, and restore their biases."""
     held = [(router, router.expert_bias) for router in routers(chunks)]
     before = [None if bias is None else bias.clone() for _, bias in held]
     try:
@@ -272,6 +251,5 @@ def as_if_nothing_was_routed(chunks: Iterable[torch.nn.Module]) -> Iterator[None
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[DynamicCPRouter]:
-    """Yield the routers of model chunks."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, DynamicCPRouter))

@@ -1,8 +1,8 @@
 """The GPT model and its modules of multi-token prediction, which each predict a token one place further on.
 
-megatron-core shifts tokens, labels and masks inside the model, along its static CP group: of a shard it shifts the
-wrong ones (gradients are 16 to 51% off). Here they are read from columns that were shifted before they were sharded
-(`layout.packed_seq_params.FutureColumns`); the modules' layers are ours, as those before them.
+megatron-core shifts tokens, labels and masks inside the model along its static CP group, which is wrong for a shard
+(gradients are 16 to 51% off). Here they come from columns shifted before sharding
+(`layout.packed_seq_params.FutureColumns`); the modules' layers are ours.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ class DynamicCPMultiTokenLayer(MultiTokenPredictionLayer):
         packed_seq_params: DynamicPackedSeqParams | None = None,
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return the tokens and positions as they came, the embeddings of the later tokens, the hidden states.
-
-        Behind the positions the mask of padding, where megatron-core has one.
+        """Return tokens and positions as they came, the mask of padding where megatron-core has one, the embeddings of
+        the later tokens, the hidden states.
         """
         tokens, positions = future_of(packed_seq_params).inputs(self.layer_number)
         later = embedding(input_ids=tokens, position_ids=positions)
@@ -60,7 +59,7 @@ class DynamicCPMultiTokenLayer(MultiTokenPredictionLayer):
         packed_seq_params: DynamicPackedSeqParams | None = None,
         **kwargs: Tensor | None,
     ) -> Tensor:
-        """Recompute all of a module in backward; megatron-core takes the parameters of a pack for a tensor to save."""
+        """Recompute a whole module in backward; megatron-core takes the parameters of a pack for a tensor to save."""
         output: Tensor
         if releases.MODULES_OF_PACKS.here:
             if not releases.MASK_RECOMPUTED.here:
@@ -80,11 +79,7 @@ class DynamicCPMultiTokenLayer(MultiTokenPredictionLayer):
 
 
 def future_of(params: DynamicPackedSeqParams | None) -> FutureColumns:
-    """Return the columns of a micro-batch that the modules read.
-
-    Raises:
-        TypeError: it does not bring them.
-    """
+    """Return the columns of a micro-batch that the modules read; TypeError if it does not bring them."""
     if not isinstance(params, DynamicPackedSeqParams) or params.future is None:
         raise TypeError("multi-token prediction needs DynamicPackedSeqParams with `future`: ChunkNeeds.of(chunk) asks")
     return params.future
@@ -93,14 +88,12 @@ def future_of(params: DynamicPackedSeqParams | None) -> FutureColumns:
 def mtp_block_spec(
     config: TransformerConfig, vp_stage: int | None = None, *, transformer_impl: TransformerImpl = "local"
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return the modules of this pipeline stage (chunk `vp_stage` of it), None where it has none.
-
-    Args:
-        transformer_impl: of their layers and norms, as of `layer_specs.gpt_block_spec`.
+    """Return the modules of this pipeline stage (chunk `vp_stage` of it), None where it has none. `transformer_impl` is
+    that of their layers and norms, as in `layer_specs.gpt_block_spec`.
     """
     if not config.mtp_num_layers:
         return None
-    # As megatron-core has it, a module's layer is as the last one of the model, on whatever stage that is.
+    # As in megatron-core, a module's layer is like the last one of the model, on whatever stage that is.
     layer, norm = layer_spec(config, transformer_impl, parts_of_layers(config)[-1])
     block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=norm)
     spec = get_gpt_mtp_block_spec(config, block, transformer_impl == "transformer_engine", vp_stage=vp_stage)
@@ -111,26 +104,25 @@ def mtp_block_spec(
 
 
 class DynamicCPGPTModel(ChunkedHeadModel):
-    """megatron-core's GPTModel, but for chunks of the loss, and how multi-token prediction is trained.
-
-    Evaluation leaves it out. A loss counts where its label is one of the same sample that counts. The gradient of each
-    depth is that of `mtp_loss_scaling_factor` / depths times the sum of its losses; like that of the model's own loss
-    it is divided by the tokens of the whole job.
+    """megatron-core's GPTModel, but for chunks of the loss, and how multi-token prediction is trained. Evaluation
+    leaves the latter out. A loss counts where its label is of the same sample and counts. The gradient of each depth
+    is that of `mtp_loss_scaling_factor` / depths times the sum of its losses, divided by the tokens of the whole
+    job.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
-            # The head uses the embedding that the modules have here. megatron-core makes weights of its own for it
-            # all the same, leaves them alone, and then cannot save a model that has them.
+            # The head uses the modules' embedding. megatron-core still makes weights of its own for it, never uses
+            # them, and then cannot save a model that has them.
             self.output_layer.weight = None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return its tensors under megatron-core's names: those of its class of hybrids, where layers are halves."""
+        """Return its tensors under megatron-core's names; hybrids, made of halves, have those of its hybrid class."""
         is_last = self.post_process
-        # Where a value head took its place, megatron-core looks for the weight of the LM head all the same.
+        # Where a value head took its place, megatron-core still looks for the weight of the LM head.
         self.post_process = is_last and self.output_layer is not None
         try:
             state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -169,10 +161,8 @@ class DynamicCPGPTModel(ChunkedHeadModel):
         inputs: dict[str, Any],
     ) -> Tensor:
         """Return the hidden states [T, 1, hidden size], with the losses of all depths attached to their gradient.
-
-        Args:
-            shared: weights of the head where they are the embedding's.
-            inputs: what else GPTModel hands over for its modules.
+        `shared` is the head's weight where it is the embedding's; `inputs` are GPTModel's other inputs for its
+        modules.
         """
         future, depths = future_of(params), self.config.mtp_num_layers
         names = "input_ids position_ids attention_mask rotary_pos_emb rotary_pos_cos rotary_pos_sin sequence_len_offset"

@@ -1,9 +1,9 @@
 """Multi-latent attention (DeepSeek-V2): queries, keys and values are projected up from narrow latents.
 
 megatron-core's module refuses a CP group per micro-batch, rotates by its static group, and loses a sum over the
-tensor-parallel ranks. Here only its weights and its last projection are used: what a token projects is computed below,
-rotated by the true positions of the shard. Attention is then that of every other model, with keys and values of all
-heads in full; or where the plan says so, latents go round the lanes and each lane projects them up (`LatentRing`).
+tensor-parallel ranks. Here only its weights and its last projection are used; the rest is computed below, rotated by
+the true positions of the shard. Attention then is as in other models, with full keys and values of all heads; or, where
+the plan says so, latents go round the lanes and each lane projects them up (`LatentRing`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class DynamicCPLatentAttention(MLASelfAttention):
         super().__init__(*args, **kwargs)
         self.rotary_pos_emb = OneRotaryTable(self.rotary_pos_emb)
         if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
-            # Of other models' norms of queries each TP rank has the gradient of its own heads, and megatron-core sums
-            # up what is called q_layernorm. This one's is whole on every rank, as it is of the latent: their mean.
+            # In other models each TP rank has the gradient of its own heads for this norm, so megatron-core sums up
+            # what is called q_layernorm. This one is of the latent, so every rank has the whole gradient: take their
+            # mean.
             for parameter in self.q_layernorm.parameters():
                 parameter.average_gradients_across_tp_domain = True
 
@@ -62,15 +63,14 @@ class DynamicCPLatentAttention(MLASelfAttention):
         return output
 
     def _run_core_attention(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the context. Since 0.18 megatron-core's method recomputes it, and pads and cuts values itself."""
+        """Return the context; megatron-core's method since 0.18 also recomputes it, and pads and cuts values."""
         context: Tensor = self.core_attention(*args, **kwargs)
         return context
 
     def _projected_down(self, hidden_states: Tensor, params: DynamicPackedSeqParams) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query [T, heads, qk width] of the heads of this TP rank, latent and rotated key [T, 1, 1, width].
-
-        The latent is that of keys and values, normalized, with sequence parallelism of a share of the tokens; all heads
-        share the key.
+        """Return query [T, heads, qk width] of the heads of this TP rank, the normalized latent of keys and values
+        (with sequence parallelism of a share of the tokens), and the rotated key [T, 1, 1, width] that all heads
+        share.
         """
         config, cos_sin = self.config, self._cos_sin(params, hidden_states.dtype)
         content, rotated = config.qk_head_dim, config.qk_pos_emb_head_dim
@@ -98,7 +98,7 @@ class DynamicCPLatentAttention(MLASelfAttention):
     def _over_latents(
         self, query: Tensor, latent: Tensor, rotated: Tensor, params: DynamicPackedSeqParams, *, checkpoints: bool
     ) -> Tensor:
-        """Return the context [T, 1, heads * value width], latents of all tokens having gone round the lanes."""
+        """Return the context [T, 1, heads * value width], where the latents of all tokens go round the lanes."""
         config = self.config
         if config.tensor_model_parallel_size > 1:
             # Each TP rank projects up for its own heads: the gradient of a latent is the sum of theirs.
@@ -117,12 +117,9 @@ class DynamicCPLatentAttention(MLASelfAttention):
         return context
 
     def _latent(self, linear: Any, hidden_states: Tensor, width: int, more: int = 0) -> tuple[Tensor, Tensor]:
-        """Return (the latent, `more` channels beside it) of a projection down.
-
-        The latent is as the projection up takes it, with sequence parallelism a share of the tokens; the channels
-        beside it are of all tokens.
-
-        megatron-core's own layers share the channels out over TP ranks; TransformerEngine's have all of them on each.
+        """Return (the latent, `more` channels beside it) of a projection down. The latent is as the projection up takes
+        it, with sequence parallelism a share of the tokens; the channels are of all tokens. megatron-core's own
+        layers share channels out over TP ranks; TransformerEngine's have all on each.
         """
         combined, _ = linear(hidden_states)
         is_parallel = self.config.tensor_model_parallel_size > 1
@@ -136,8 +133,8 @@ class DynamicCPLatentAttention(MLASelfAttention):
         if is_parallel and self.config.sequence_parallel:
             latent = scatter_to_sequence_parallel_region(latent)
         if is_parallel and more:
-            # Every TP rank uses it for its own heads, so that its gradient is the sum of theirs. megatron-core 0.16.1
-            # to 0.19.2 forgets that: the gradient of its weights is off by 1%.
+            # Every TP rank uses it for its own heads, so its gradient is the sum of theirs. megatron-core 0.16.1 to
+            # 0.19.2 forgets that: the gradient of its weights is off by 1%.
             beside = copy_to_tensor_model_parallel_region(beside)
         return latent, beside
 

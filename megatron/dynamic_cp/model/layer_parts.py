@@ -1,7 +1,7 @@
 """Small parts of a layer in plain torch: norms, activations, the residual stream, factors behind attention and MLPs.
 
-megatron-core's own torch norm refuses sequence parallelism. torch's modules need only a tag for it: the one by which
-the gradients of their parameters are summed over the tensor-parallel group.
+megatron-core's own torch norm refuses sequence parallelism. torch's modules need only a tag for it, by which the
+gradients of their parameters are summed over the tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ _Change = Callable[[Tensor], Tensor]
 
 
 class TorchNorm:
-    """Builds the norm that `config.normalization` names, over the last dim of size `hidden_size`.
-
-    A class, because megatron-core takes a function in a spec for the module itself.
+    """Builds the norm that `config.normalization` names, over the last dim of size `hidden_size`. It is a class,
+    because megatron-core takes a function in a spec for the module itself.
     """
 
     def __new__(  # type: ignore[misc]
@@ -57,7 +56,7 @@ class _LayerNormOfFloat32(torch.nn.LayerNorm):
 
 
 class _CenteredRMSNorm(torch.nn.RMSNorm):
-    """Multiplies by 1 + weight, which begins with 0; computes in float32 at least, and gives what matrices take."""
+    """Multiplies by 1 + weight, which begins with 0; computes in float32 at least, and returns the weight's dtype."""
 
     def reset_parameters(self) -> None:
         torch.nn.init.zeros_(self.weight)
@@ -85,8 +84,8 @@ class _CenteredLayerNorm(torch.nn.LayerNorm):
 class TorchL2Norm(torch.nn.Module):
     """The norm of queries and keys that has no weights (Llama 4): the mean of squares over the last dim becomes 1.
 
-    DEVIATION: megatron-core's is compiled. Reason: it would be compiled again in training, for lengths that are new,
-    and a resumed run would compute with other kernels than the run before it. Recovery: none.
+    DEVIATION: megatron-core's is compiled. Reason: new lengths would compile it again in training, and a resumed run
+    would compute with other kernels than the run before it. Recovery: none.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
@@ -125,11 +124,10 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def add_to_residual(training: bool, _fused: bool) -> _Added:
-    """Return the function that adds the output of attention or MLP; in a layer spec as `get_bias_dropout_add`.
-
-    For a residual stream in float32 (--fp32-residual-connection): what is added is rounded, the stream is not.
-    megatron-core 0.16.1 rounds the stream in each addition; since 0.17 it does not. Norms read float32 and give what
-    matrices take (`TorchNorm`).
+    """Return the function that adds the output of attention or MLP to a residual stream in float32. It is
+    `get_bias_dropout_add` of layer specs for --fp32-residual-connection: what is added is rounded, the stream is
+    not. megatron-core 0.16.1 rounds the stream in each addition. Norms read float32 and give what matrices take
+    (`TorchNorm`).
     """
 
     def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
@@ -141,10 +139,9 @@ def add_to_residual(training: bool, _fused: bool) -> _Added:
 
 
 def change_outputs(chunk: Any, flags: Any) -> None:
-    """Put norms and factors behind parts of a model chunk, as hooks, where `flags` say so (`flags.features`).
-
-    A layer keeps these norms as `post_self_attn_layernorm` and `post_mlp_layernorm`, also in checkpoints. Scores of
-    attention have their factor from the configuration.
+    """Hook norms and factors behind parts of a model chunk, where `flags` say so (`flags.features`). A layer keeps
+    these norms as `post_self_attn_layernorm` and `post_mlp_layernorm`, also in checkpoints. The configuration has
+    the factor of attention's scores.
     """
     said, config = changed_outputs(flags), chunk.config
     for layer in chunk.decoder.layers:

@@ -28,9 +28,7 @@ def gpt_block_spec(
     config: TransformerConfig, vp_stage: int | None = None, *, transformer_impl: TransformerImpl = "local"
 ) -> TransformerBlockSubmodules:
     """Return the block of this pipeline stage (chunk `vp_stage` of it), with our self-attention and core attention.
-
-    Args:
-        transformer_impl: megatron-core's local layers with torch's norms, or its layers of TransformerEngine.
+    `transformer_impl`: megatron-core's local layers with torch's norms, or its layers of TransformerEngine.
     """
     patches.repair_gathered_logits()
     _, norm = layer_spec(config, transformer_impl)
@@ -43,7 +41,7 @@ def gpt_block_spec(
 def layer_spec(
     config: TransformerConfig, transformer_impl: TransformerImpl, parts: Parts = PLAIN
 ) -> tuple[ModuleSpec, type]:
-    """Return one layer with these parts, and the norm behind the last one."""
+    """Return one layer with these parts, and the norm behind the last layer."""
     if fp8.is_on(config) and transformer_impl == "local":
         raise UnsupportedFeatureError(
             f"{fp8.FLAG} {config.fp8} with local layers is not supported: only TransformerEngine's compute in FP8; "
@@ -116,8 +114,8 @@ def _route_by_sample(layer: ModuleSpec, num_experts: int | None) -> None:
 
 
 def _attend_linearly(layer: ModuleSpec, config: TransformerConfig) -> None:
-    """Have a layer built with linear attention, whose matrices are of the same classes as those of its attention, and
-    whose tensors megatron-core names as its own layers fuse the norm: TransformerEngine's.
+    """Give a layer linear attention, with matrices of the same classes as those of its attention. Tensors are named as
+    in TransformerEngine's layers, which fuse the norm.
     """
     from megatron.dynamic_cp.model.linear_layers import LOCAL, DynamicCPGatedDelta, DynamicCPMamba, Projections
 
@@ -140,7 +138,6 @@ def _attend_linearly(layer: ModuleSpec, config: TransformerConfig) -> None:
 
 
 def _keep_half(layer: ModuleSpec, parts: Parts) -> None:
-    """Leave out of a layer the half that its symbol in a pattern does not name."""
     half = layer.submodules
     if parts.mixer is None:
         half.input_layernorm, half.self_attention, half.self_attn_bda = IdentityOp, IdentityOp, IdentityFuncOp

@@ -1,9 +1,9 @@
 """Self-attention whose rotary embedding follows the micro-batch's own CP group, without touching megatron-core's.
 
-Positions known since the pack was built select the angles once per micro-batch. megatron-core 0.16.1 rotates packed
-sequences with its static group, in a Python loop over sequences with host syncs in every layer, and keeps a table of
-angles for each of the last 32 (longest sequence, group) pairs. Here one table grows to the longest sequence seen, and
-every layer rotates with two multiplications.
+Positions known since the pack was built select the angles once per micro-batch, from one table that grows to the
+longest sequence seen; every layer rotates with two multiplications. megatron-core 0.16.1 rotates packs by its static
+group, in a Python loop over sequences with host syncs in every layer, and keeps tables for the last 32 (longest
+sequence, group) pairs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ _GROUPS = ("tp", "cp", "pp", "ep", "expt_tp")
 
 
 class OneRotaryTable(torch.nn.Module):
-    """Stands in for a model's RotaryEmbedding: one table for all micro-batches, of any length and group.
-
-    Args:
-        rotary: megatron-core's module, which computes the angles.
-    """
+    """Stands in for a model's RotaryEmbedding `rotary`: one table for all micro-batches, of any length and group."""
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
         super().__init__()
@@ -45,9 +41,8 @@ class OneRotaryTable(torch.nn.Module):
         return self.rotary.get_rotary_seq_len(*args, **kwargs)
 
     def forward(self, max_seq_len: int, **_unused: Any) -> Tensor | tuple[Tensor, float]:
-        """Return the angles of at least `max_seq_len` positions, float32 [positions, 1, 1, rotary dim].
-
-        YaRN: and its concentration, which GPTModel expects, and drops: layers have it from their configuration.
+        """Return the angles of at least `max_seq_len` positions, float32 [positions, 1, 1, rotary dim]; with YaRN also
+        its concentration, which GPTModel expects and drops: layers have it from their configuration.
         """
         if self.table is None or len(self.table) < max_seq_len:
             found = self.rotary.get_emb(round_up(max_seq_len, _TABLE_STEP_TOKENS))
@@ -57,8 +52,7 @@ class OneRotaryTable(torch.nn.Module):
 
 def use_one_rotary_table(model: torch.nn.Module) -> None:
     """Give a GPTModel its `OneRotaryTable`, and its layers with a window theirs, where these have a base of their own.
-
-    Does nothing when it has no RoPE, or each layer its own.
+    Does nothing without RoPE, or where each layer has its own.
     """
     if getattr(model, "position_embedding_type", None) not in ROTARY or not hasattr(model, "rotary_pos_emb"):
         return
@@ -93,7 +87,7 @@ def rotary_cos_sin(
 
     Args:
         frequencies: megatron-core's table of angles, float32 [longest sequence, 1, 1, rotary dim].
-        concentration: factor of what is rotated, of all layers (`positions.concentration`).
+        concentration: factor of what is rotated, of all layers (`flags.attention.concentration`).
         called: name of the table, which several layers share.
     """
     return params.cache.once(called, lambda: cos_sin_at(frequencies, params.positions, dtype, concentration))
@@ -120,13 +114,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def check_groups(given: ProcessGroupCollection | None) -> None:
-    """Check the groups that a layer is built with, if it is given any.
-
-    CP groups and plans follow megatron-core's own, and so does some of its code, whatever a model was given: masks of
-    padding, recomputed activations and cross-attention would be those of other ranks, without a word.
-
-    Raises:
-        UnsupportedFeatureError: one of them has other ranks than megatron-core's.
+    """Check the groups that a layer is built with, if it is given any. CP groups, plans and some of megatron-core's
+    code follow megatron-core's own groups, whatever a model was given: masks of padding, recomputed activations and
+    cross-attention would silently be those of other ranks. Raises UnsupportedFeatureError: one of them has other
+    ranks than megatron-core's.
     """
     if given is None:
         return
@@ -154,7 +145,7 @@ class DynamicCPSelfAttention(SelfAttention):
 
     _rotary: tuple[Tensor, Tensor] | None = None
     window_rotary: OneRotaryTable | None = None
-    """Where the layer has a window and rotates by a base of its own."""
+    """Set where the layer has a window and rotates by a base of its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_groups(kwargs.get("pg_collection"))
@@ -183,7 +174,6 @@ class DynamicCPSelfAttention(SelfAttention):
             self._rotary = None
 
     def _angles(self, table: Tensor, params: DynamicPackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the local tokens; `table`: the model's frequencies."""
         if self.window_rotary is None:
             return rotary_cos_sin(table, params, dtype, self._concentration)
         own = self.window_rotary(len(table))
@@ -192,10 +182,8 @@ class DynamicCPSelfAttention(SelfAttention):
     def queries_keys_values(
         self, hidden_states: Tensor, rotary_pos_emb: Tensor | None, params: DynamicPackedSeqParams
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys and values, [T, heads, dim] each, and the gate of the output where there is one.
-
-        Args:
-            hidden_states: as of `forward`; rotary_pos_emb: the whole frequency table.
+        """Return queries, keys and values, [T, heads, dim] each, and the gate of the output, if any; arguments as of
+        `forward`.
         """
         if rotary_pos_emb is not None and self._rotates:
             self._rotary = self._angles(rotary_pos_emb, params, hidden_states.dtype)

@@ -5,8 +5,7 @@
     DIR/run.json           command line and versions
     DIR/spans/rank*.jsonl  one line per iteration and rank: when each micro-batch ran forward and backward
 
-Rank 0 writes all but the last. If an iteration is there twice, because a run resumed from an older checkpoint, the last
-record counts.
+Rank 0 writes all but the last. If an iteration is there twice, after a resume, the last record counts.
 """
 
 from __future__ import annotations
@@ -29,15 +28,13 @@ from dynamic_cp.types import CAUSAL, Lambda, Mask, Plan, PlanOptions, Topology
 logger = logging.getLogger(__name__)
 
 WARM_UP = "warm-up"
-"""Name of the series of plans that is not written down."""
+"""The series of plans that is not written down."""
 PLANS, ITERATIONS, RUN = "plans.jsonl", "iterations.jsonl", "run.json"
 
 
 class JsonLines:
-    """A file that gets a JSON object per line; a full disk ends the file with a warning, not the run.
-
-    Raises:
-        OSError: it cannot be written from the start.
+    """A file that gets a JSON object per line; a full disk ends the file with a warning, not the run. Raises OSError if
+    it cannot be written from the start.
     """
 
     def __init__(self, path: str) -> None:
@@ -50,7 +47,6 @@ class JsonLines:
             _cut_half_a_line(path)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write a line."""
         if self._failed:
             return
         try:
@@ -62,14 +58,8 @@ class JsonLines:
 
 
 class RunDump:
-    """Writes rank 0's files of a run's dump.
-
-    Args:
-        folder: made if it is not there.
-        about: what `run.json` says.
-
-    Raises:
-        OSError: it cannot be written.
+    """Writes rank 0's files of a run's dump into `folder`, which it makes; `about` goes into `run.json`. Raises OSError
+    if it cannot be written.
     """
 
     def __init__(self, folder: str, about: Mapping[str, Any]) -> None:
@@ -80,7 +70,7 @@ class RunDump:
             file.write("\n")
 
     def write_answer(self, request: Request, answer: Answer) -> None:
-        """Write a plan down; errors end the run anyway, and the synthetic batch of the warm-up is left out."""
+        """Write a plan down, but no error, which ends the run anyway, nor the warm-up's synthetic batch."""
         if answer.whole is None or answer.facts is None or WARM_UP in request.key:
             return
         self._plans.append(
@@ -94,7 +84,7 @@ class RunDump:
         )
 
     def write_iteration(self, record: Mapping[str, Any]) -> None:
-        """Write an iteration down; the names are those of `dynamic_cp.decide.report.run.RunRecord`."""
+        """Write an iteration down, with the names of `dynamic_cp.decide.report.run.RunRecord`."""
         self._iterations.append(record)
 
 
@@ -104,15 +94,8 @@ def spans_path(folder: str, rank: int) -> str:
 
 
 class RecordedPlans:
-    """The plans of a dump, in place of a planner.
-
-    Args:
-        folder: of `RunDump`.
-        topology, options: of this run.
-        layer_masks: of its model (`ModelShape.layer_masks`).
-
-    Raises:
-        DataError: no dump there.
+    """The plans of a dump, in place of a planner. Topology and options are this run's, `layer_masks` its model's
+    (`ModelShape.layer_masks`). Raises DataError if there is no dump in `folder`.
     """
 
     def __init__(
@@ -133,7 +116,6 @@ class RecordedPlans:
             raise DataError(f"--dynamic-cp-replay: {self._path} holds 0 plans, at least 1 is needed: check the folder")
 
     def __call__(self, request: Request) -> Answer:
-        """Return the recorded answer to `request`."""
         try:
             return self._answer(request)
         except DynamicCPError as error:
@@ -202,7 +184,7 @@ class RecordedPlans:
 
 
 def _cut_half_a_line(path: str) -> None:
-    """Remove the end of a file after its last line break: a killed run left half a line."""
+    """Remove the half line that a killed run left at the end of a file."""
     with open(path, "rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end:

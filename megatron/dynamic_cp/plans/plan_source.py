@@ -2,8 +2,8 @@
 
     request(step + lookahead)  ->  rank 0's Planner  ->  store  ->  fetched by a thread  ->  take(step)
 
-A rank fetches its own lane's part only. It polls the store at growing intervals instead of waiting inside it: a wait in
-the store blocks signal handlers and prints a warning whenever it times out.
+A rank fetches its own lane's part only. It polls the store at growing intervals: a wait inside the store blocks signal
+handlers and prints a warning whenever it times out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEFAULT_TIMEOUT_S = 300.0
 _STOP = -1
 _LOOK_UP_S = 0.05
 RANKS_PER_PAUSE = 512
-"""Ranks that may ask the store in the shortest pauses: with more of them, each asks less often."""
+"""Ranks that may ask the store in the shortest pauses; with more of them, each asks less often."""
 
 
 class PlanSource:
@@ -52,8 +52,7 @@ class PlanSource:
         lane: whose part of the plans is fetched.
         lookahead: global batches that are asked for ahead of the one that is taken.
         timeout_s: how long rank 0 waits for a plan before it takes the static one.
-        hardware_of: step -> what the cost model is to use for it; None = what the planner was made with. Asked when the
-            plan is requested, on rank 0.
+        hardware_of: step -> hardware of the cost model for it, asked on rank 0 with the request; None: the planner's.
 
     Attributes:
         wait_s: seconds that the latest `take` waited.
@@ -87,7 +86,7 @@ class PlanSource:
         self._thread: threading.Thread | None = None
 
     def on_arrival(self, listener: Callable[[int, LanePlan], None]) -> None:
-        """Have `listener` told of each plan when it arrives, from another thread and in the order of the requests."""
+        """Call `listener` with each plan when it arrives, from another thread and in the order of the requests."""
         self._listener = listener
 
     def request(self, step: int, samples: Sequence[Sample]) -> None:
@@ -128,7 +127,7 @@ class PlanSource:
         return serialize.loads(job_store().get(lane_key(self._key(step), WHOLE)))
 
     def close(self) -> None:
-        """Stop fetching; after a collective that followed the latest `take`."""
+        """Stop fetching; call it after a collective that followed the latest `take`."""
         self._is_closed = True
         if self._planner is not None and self._taken is not None:
             self._planner.discard(self._key(self._taken))
@@ -241,20 +240,16 @@ class FixedPlan:
         self._listener: Callable[[int, LanePlan], None] | None = None
 
     def on_arrival(self, listener: Callable[[int, LanePlan], None]) -> None:
-        """Have `listener` told of the plan at each request."""
         self._listener = listener
 
     def request(self, step: int, samples: Sequence[Sample]) -> None:
-        """Announce the plan."""
         if self._listener is not None:
             self._listener(step, self._plan)
 
     def take(self, step: int) -> LanePlan:
-        """Return the plan."""
         return self._plan
 
     def whole(self, step: int) -> Plan:
-        """Return the whole plan."""
         return self._whole
 
     def close(self) -> None:

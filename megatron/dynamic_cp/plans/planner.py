@@ -28,19 +28,16 @@ PLAN, ERROR = b"P", b"E"
 WHOLE = "whole"
 _IDLE_S = 0.1
 CLOSE_LIMIT_S = 5.0
-"""Seconds that closing waits for a thread: it may be inside a store that does not answer."""
+"""Seconds that closing waits for a thread, which may be inside a store that does not answer."""
 
 
 def lane_key(key: str, lane: int | str) -> str:
-    """Return the key in the store of one lane's part of an answer, or of the WHOLE plan."""
+    """Return the store's key of one lane's part of an answer, or of the WHOLE plan."""
     return f"{key}/{lane}"
 
 
 class Planner:
     """Plans for all ranks of the job; lives on rank 0.
-
-    Attributes:
-        lost_store: why nothing can be published any more, or None.
 
     Args:
         problem: what is planned for.
@@ -48,8 +45,11 @@ class Planner:
         ahead: plan in a process of its own; otherwise inside `submit`.
         strict: a failure of the planner is an error of the run, there is no fallback.
         recorded: gives the answers of an earlier run instead of planning.
-        on_answer: told every published answer with its request, from whichever thread; makes answers hold whole plans.
+        on_answer: called with every published answer and its request, from any thread; makes answers hold whole plans.
         publish_whole: publish whole plans, too.
+
+    Attributes:
+        lost_store: why nothing can be published any more, or None.
 
     Raises:
         InfeasibleSampleError: no static plan holds `max_seqlen`.
@@ -109,10 +109,9 @@ class Planner:
                 self._settle(request, Answer(key=key, error=DynamicCPError(self._bug)))
 
     def fall_back(self, key: str, why: str) -> None:
-        """Have the static plan published for `key`, or in a strict run the error, unless it has its plan by now.
-
-        Called by whoever waited too long, and may be called again. The planner process is ended; a new one takes up the
-        other requests. Takes no lock and does not touch the store: the planner's thread may wait inside it.
+        """Have the static plan published for `key`, or in a strict run the error, unless it has its plan by now. Called
+        by whoever waited too long, perhaps repeatedly. The planner process is ended; a new one takes the other
+        requests. Takes no lock and does not touch the store: the planner's thread may wait inside it.
         """
         if key in self._waiting and key not in self._given_up:
             self._given_up[key] = why
@@ -144,7 +143,7 @@ class Planner:
         return answer(self._problem, request)
 
     def _settle(self, request: Request, given: Answer) -> None:
-        """Publish an answer; in place of a failure the static plan, or the error of a strict run."""
+        """Publish an answer; in place of a failure the static plan, or in a strict run the error."""
         if given.failure is not None:
             given = self._in_place_of_failure(request, given.failure)
         with self._changed:
@@ -230,7 +229,7 @@ class Planner:
             return next(iter(self._waiting.values()), None)
 
     def _after_death(self, process: PlannerProcess, given_out: Request | None) -> None:
-        """Start a new process; a request that two of them died of gets its fallback."""
+        """Start a new process; a request that ended two of them gets its fallback."""
         how = process.exit_status()
         self._settle_given_up()
         logger.warning("the planner process %s; a new one takes its place", how)

@@ -1,15 +1,13 @@
 """Layers of a stage in two nano-batches of a micro-batch: one is computed while the attention of the other travels.
 
-A nano-batch is some rows of the hidden states; norms, projections and MLPs do not see which. Between them attention
-goes out and comes back (`nano_batches`), and the end of a layer is one stretch with the beginning of the next
-one:
+A nano-batch is some rows of the hidden states. Attention goes out and comes back (`nano_batches`) while the rest of the
+other nano-batch's layer is computed, and the end of a layer runs together with the beginning of the next one:
 
     before 0, launch 0, before 1, launch 1, attend 0, attend 1,
     wait 0, after 0 and the next layer's before 0, launch 0, wait 1, after 1 and the next layer's before 1, ...
 
-With full recomputation forward runs the same way and keeps what goes into each layer (`_RunTwice`). Backward goes from
-layer to layer, and beside the gradients of each the one before is computed again as far as its attention (`_Repeated`).
-
+With full recomputation forward keeps the input of each layer (`_RunTwice`), and beside the gradients of a layer
+backward computes the layer before again up to its attention (`_Repeated`).
 Shapes: T local tokens of a nano-batch, H heads, D channels of a head.
 """
 
@@ -35,9 +33,8 @@ from megatron.dynamic_cp.pool.nano_batches import Attend, Beside, Launch, NanoBa
 
 
 def run_blocks_in_nano_batches(model: Sequence[torch.nn.Module]) -> None:
-    """Have the blocks of a stage run in nano-batches what comes in such: the same parts, another way through.
-
-    GPTModel names the class of its block itself, so the blocks that it made are given the other class.
+    """Make the blocks of a stage run nano-batched micro-batches in nano-batches. GPTModel names the class of its block
+    itself, so the blocks that it made are given the other class.
     """
     for module in (module for chunk in model for module in chunk.modules()):
         if type(module) is TransformerBlock:
@@ -55,7 +52,6 @@ class BlockInNanoBatches(TransformerBlock):
         packed_seq_params: DynamicPackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """See TransformerBlock.forward."""
         nano_batches: NanoBatches | None = getattr(packed_seq_params, "nano_batches", None)
         if nano_batches is None:
             kwargs |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
@@ -72,7 +68,6 @@ class BlockInNanoBatches(TransformerBlock):
         return hidden_states
 
     def _through_layers(self, states: list[Tensor], nano_batches: NanoBatches, rotary: Tensor | None) -> list[Tensor]:
-        """Return what comes out of the last layer, [nano-batch]."""
         numbered = list(enumerate(self.layers))
         if self.config.recompute_granularity == "full" and self.training:
             repeated = [_Repeated(layer, number, nano_batches, rotary) for number, layer in numbered]
@@ -81,11 +76,7 @@ class BlockInNanoBatches(TransformerBlock):
 
 
 def _run(layers: Iterable[_Layer], states: Sequence[Tensor]) -> list[Tensor]:
-    """Return what comes out of the last one of neighbouring layers, [nano-batch].
-
-    Args:
-        states: what goes into the first one, [nano-batch].
-    """
+    """Return the output of neighbouring layers, [nano-batch], from the input `states` of the first, [nano-batch]."""
     found, behind = list(states), None
     for ahead in layers:
         for nano_batch in range(NUM_NANO_BATCHES):
@@ -101,8 +92,6 @@ def _run(layers: Iterable[_Layer], states: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Begun(NamedTuple):
-    """What a nano-batch has when its attention leaves."""
-
     residual: Tensor
     gate: Tensor | None
     norm: Any
@@ -110,11 +99,8 @@ class _Begun(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a layer is computed again from.
-
-    Attributes:
-        states: [nano-batch] what went into it.
-        random: [nano-batch] states of random numbers behind its attention; none where the layer draws none.
+    """What a layer is computed again from, [nano-batch]: its input, and states of random numbers behind its attention,
+    none where it draws none.
     """
 
     states: list[Tensor]
@@ -122,13 +108,8 @@ class _Kept(NamedTuple):
 
 
 class _Layer:
-    """One layer of a micro-batch, which backward follows if gradients are enabled.
-
-    Args:
-        kept: is filled; is_again: as of `NanoBatchedLayer`.
-
-    Attributes:
-        exchange: its attention.
+    """One layer of a micro-batch, which backward follows if gradients are enabled. It fills `kept`; `is_again` is as of
+    `NanoBatchedLayer`, and `exchange` is its attention.
     """
 
     def __init__(
@@ -152,7 +133,7 @@ class _Layer:
         self._tickets: list[Tensor] = []
 
     def begin(self, state: Tensor, nano_batch: int) -> None:
-        """Run a nano-batch up to its attention, and send that out."""
+        """Run a nano-batch up to its attention, and launch that."""
         layer, norm = self._layer, None
         if self._kept is not None:
             self._kept.states.append(state)
@@ -168,13 +149,13 @@ class _Layer:
         self._begun.append(_Begun(residual, gate, norm, ticket))
 
     def attend(self) -> None:
-        """Attend to what is this rank's of both nano-batches; the second one needs keys of the first."""
+        """Compute this rank's part of the attention of both nano-batches; the second one needs keys of the first."""
         tickets = [one.ticket for one in self._begun]
         for nano_batch in range(NUM_NANO_BATCHES):
             self._tickets.append(Attend.apply(self.exchange, nano_batch, *tickets[: nano_batch + 1]))
 
     def end(self, nano_batch: int) -> Tensor:
-        """Return what comes out of the layer, once a nano-batch's attention is back."""
+        """Return the output of the layer, once a nano-batch's attention is back."""
         layer, begun = self._layer, self._begun[nano_batch]
         if self._kept is not None and layer.hidden_dropout > 0.0:
             self._kept.random.append(random._get_all_rng_states())
@@ -190,18 +171,17 @@ class _Layer:
 
 
 class _Repeated:
-    """A layer that forward runs without a graph, and backward again."""
+    """A layer that forward runs without a graph, and backward runs again."""
 
     def __init__(self, layer: Any, number: int, nano_batches: NanoBatches, rotary: Tensor | None) -> None:
         self._given, self._kept = (layer, number, nano_batches, rotary), _Kept([], [])
         self._running: _Layer | None = None
 
     def first_run(self) -> _Layer:
-        """Return the layer for forward."""
         return _Layer(*self._given, self._kept)
 
     def launch_again(self) -> None:
-        """Run both nano-batches up to their attention, and send that out."""
+        """Run both nano-batches up to their attention again, and launch that."""
         with torch.enable_grad():
             self._running = _Layer(*self._given, is_again=True)
             for nano_batch, state in enumerate(self._kept.states):
@@ -209,16 +189,12 @@ class _Repeated:
                 self._running.begin(self._kept.states[nano_batch], nano_batch)
 
     def attend_again(self) -> None:
-        """Attend to what is this rank's of both nano-batches."""
         with torch.enable_grad():
             self._layer.attend()
 
     def backward(self, gradients: Sequence[Tensor], beside: Beside | None) -> list[Tensor]:
-        """Run the rest of the layer again, then the layer backward; return [nano-batch] the gradient of what went in.
-
-        Args:
-            gradients: [nano-batch] of what came out.
-            beside: the layer before, which runs again meanwhile.
+        """Run the rest of the layer again, then the layer backward; return the gradient of its input, [nano-batch].
+        `gradients` are those of its output, [nano-batch]; `beside` is the layer before, which runs again meanwhile.
         """
         self._layer.exchange.beside = beside
         with torch.enable_grad():
@@ -233,7 +209,6 @@ class _Repeated:
         return self._running
 
     def _end_again(self, nano_batch: int) -> Tensor:
-        """Return what comes out of the layer, from the random numbers that forward had."""
         if not self._kept.random:
             return self._layer.end(nano_batch)
         with random._fork_rng():
@@ -242,7 +217,7 @@ class _Repeated:
 
 
 class _RunTwice(torch.autograd.Function):
-    """All layers of a chunk with full recomputation: as megatron-core's CheckpointFunction, layer by layer."""
+    """All layers of a chunk with full recomputation, layer by layer; as megatron-core's CheckpointFunction."""
 
     @staticmethod
     def forward(ctx: Any, repeated: list[_Repeated], *states: Tensor) -> tuple[Tensor, ...]:
@@ -264,7 +239,7 @@ class _RunTwice(torch.autograd.Function):
 
 
 def _apart(hidden_states: Tensor, nano_batches: NanoBatches, is_sharded: bool) -> list[Tensor]:
-    """Return the hidden states of each nano-batch, with its padding; of a sequence-parallel rank its share of each."""
+    """Return the hidden states of each nano-batch with its padding; a sequence-parallel rank has its share of each."""
     if is_sharded:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
     states = []

@@ -1,4 +1,4 @@
-"""What this rank computes of attention in every tick, where servers of all pipeline stages do."""
+"""The attention that this rank computes in every tick, where servers of all pipeline stages compute it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 
 
 class LaneTicks(NamedTuple):
-    """[tick] what a rank computes, forward and backward; a lane of a programme is a member of the pool's group.
-
-    Its own tokens are those of its micro-batch, in the same order; none where it has no micro-batch.
+    """[tick] what a rank computes, forward and backward; a lane of a programme is a member of the pool's group. Its own
+    tokens are those of its micro-batch, in the same order; none where it has no micro-batch.
     """
 
     forward: tuple[PlacedLane, ...]
@@ -29,19 +28,15 @@ class LaneTicks(NamedTuple):
 
     @property
     def num_nano_batches(self) -> int:
-        """1, or 2 where layers run in two nano-batches: the divisions of programmes."""
+        """The divisions of programmes: 2 where layers run in two nano-batches, else 1."""
         return max(len(lane.programme.tiles) for lane in (*self.forward, *self.backward))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pool:
-    """What this rank computes of attention in each tick.
-
-    Attributes:
-        group: the ranks of all stages and lanes with this one's tensor-parallel rank, stage after stage.
-        ticks: its part of them.
-        stats: counter of the step.
-        in_nano_batches: layers run in two nano-batches; else divisions of programmes are those of one exchange.
+    """What this rank computes of attention in each tick. `group` has the ranks of all stages and lanes with this one's
+    tensor-parallel rank, stage after stage. Without `in_nano_batches`, divisions of programmes are those of one
+    exchange.
     """
 
     group: ProcessGroup
@@ -51,24 +46,15 @@ class Pool:
 
     @classmethod
     def of(cls, ticks: LaneTicks, groups: DynamicCPGroups, stats: ExchangeStats) -> Pool:
-        """Return the pool of a step.
-
-        Raises:
-            InvalidInputError: no group was built for it.
-        """
+        """Return the pool of a step; InvalidInputError if no group was built for it."""
         return cls(group=pool_group(groups), ticks=ticks, stats=stats, in_nano_batches=ticks.num_nano_batches > 1)
 
     def lane_of(self, tick: Tick) -> PlacedLane:
-        """Return this rank's part of a tick."""
         return (self.ticks.forward if tick.kind == KINDS[0] else self.ticks.backward)[tick.number]
 
 
 def pool_group(groups: DynamicCPGroups) -> ProcessGroup:
-    """Return the group of servers of all stages.
-
-    Raises:
-        InvalidInputError: it was not built.
-    """
+    """Return the group of servers of all stages; InvalidInputError if it was not built."""
     if groups.pool is None:
         raise InvalidInputError(
             f"the plan has servers of all stages, and 0 groups were built for them on lane {groups.lane}: plan without "
@@ -78,14 +64,9 @@ def pool_group(groups: DynamicCPGroups) -> ProcessGroup:
 
 
 def lane_ticks(plan: LanePlan, stage: int, vp_size: int, rank_tokens: list[int]) -> LaneTicks:
-    """Return what the rank of `stage` computes in each tick of a plan with a pool.
-
-    Args:
-        vp_size: model chunks of a stage.
-        rank_tokens: of the lane in each micro-batch, with padding.
-
-    Raises:
-        DisagreementError: the plan's part is none, or one of other micro-batches.
+    """Return what the rank of `stage` computes in each tick of a plan with a pool. `vp_size` counts model chunks of a
+    stage, `rank_tokens` the lane's tokens in each micro-batch, with padding. Raises DisagreementError: the plan's
+    ticks are of other micro-batches.
     """
     pp_size = len(plan.extension)
     sides = []

@@ -1,21 +1,15 @@
 """Placed attention in two nano-batches of a lane's tokens: one nano-batch is computed while the other one travels.
 
 The nano-batches are the two divisions of a programme; rows of the first need no columns of the second. A layer has six
-steps in each direction: `launch` what others fetch of a nano-batch, `attend` to what this lane computes of it, and
-`wait` for what others computed. Between them the lane does the rest of the layer for either nano-batch.
+steps in each direction: `launch` what others fetch of a nano-batch, `attend` to what this lane computes of it, `wait`
+for what others computed. In between, the lane does the rest of the layer. Backward runs the programme mirrored: columns
+that both use are fetched for the second nano-batch, and their gradients given back with those of the first. Every
+member of the group, with or without tokens, takes the same steps in the same order (`dynamic_cp.pool.layer_steps`).
 
-Backward runs the programme mirrored: columns that both nano-batches use are fetched for the second nano-batch, and
-their gradients given back with those of the first. Every member of the group takes the same steps in the same order
-(`dynamic_cp.pool.layer_steps`), also those without tokens; a rank on which another one comes up says so before it sends
-anything (`StepOrder`).
-
-*Chains* of transfers go on beside what is computed: once the first one is there, the second one begins.
-Between them something is copied or added up, which nobody but this rank can do. On CPU ranks a thread does it, for all
-chains of the process, in their order. It is a daemon: a process that ends does not wait for it. On a GPU the whole
-chain is queued at once on a stream of its own, where waiting for NCCL holds up that stream alone.
-
-Ranks begin their chains at the same steps of a tick. A chain waits for messages that others send at its step, outside
-chains or in theirs, and for the chains before it; so the earliest one of all ranks never waits for a later one.
+A *chain* is two transfers that go on beside computation: once the first one is there, this rank copies or adds up
+something and the second one begins. On CPU ranks one daemon thread runs all chains in their order; on a GPU a chain is
+queued on a stream of its own, which alone waits for NCCL. A chain waits only for messages sent at its step and for the
+chains before it, so the earliest one of all ranks never waits for a later one.
 """
 
 from __future__ import annotations
@@ -59,15 +53,13 @@ def begin_chain(work: Work, device: torch.device) -> Chain:
 
 
 class _InThread:
-    """A chain on a CPU rank."""
-
     def __init__(self, work: Work) -> None:
         self._work: Work | None = work
         self._error: BaseException | None = None
         self._is_done = threading.Event()
 
     def run(self) -> None:
-        """Do the work; an error is kept for who waits."""
+        """Do the work, and keep an error for `wait`."""
         assert self._work is not None
         try:
             self._work()
@@ -77,18 +69,15 @@ class _InThread:
         self._is_done.set()
 
     def wait(self) -> None:
-        """See Chain.wait."""
         self._is_done.wait()
         if self._error is not None:
             raise self._error
 
 
 class _OnStream:
-    """A chain on a GPU.
-
-    What its work returns was made on another stream, whose allocator must not have the memory back before that stream
-    has waited for this one. What is made here goes back to this stream, whose next chain waits for all that was queued
-    elsewhere before it uses it again.
+    """A chain on a GPU. The work's tensors were made on another stream, which must not reuse their memory before it has
+    waited for this one. Memory made here goes back to this stream, whose next chain waits for all that was queued
+    elsewhere.
     """
 
     def __init__(self, work: Work, stream: torch.cuda.Stream) -> None:
@@ -99,7 +88,7 @@ class _OnStream:
         self._device = stream.device
 
     def wait(self) -> None:
-        """See Chain.wait; it is the current stream that waits."""
+        """See Chain.wait; the current stream waits."""
         torch.cuda.current_stream(self._device).wait_event(self._end)
         self._kept = None
 
@@ -109,7 +98,6 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _thread() -> SimpleQueue[_InThread]:
-    """Return what the thread of this process takes its chains from."""
     if not _threads:
         _threads.append(SimpleQueue())
         threading.Thread(target=_run, args=(_threads[0],), name="chains of transfers", daemon=True).start()
@@ -128,22 +116,18 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-# A forked process has no thread but the one that forked.
+# A forked process has only the thread that forked.
 os.register_at_fork(after_in_child=_threads.clear)
 
 
 _BACK = {ACROSS: DELIVER, INSIDE: COLLECT, COLLECT: INSIDE, DELIVER: ACROSS}
-"""Round -> the one that takes the opposite way."""
+"""Round -> the round in the opposite direction."""
 _BEHIND = {ACROSS: INSIDE, COLLECT: DELIVER}
-"""Round -> the one that hands on what came in it."""
+"""Round -> the round that hands on what came in it."""
 
 
 class StepOrder:
-    """Sees to it that the steps of a tick come in their order.
-
-    Args:
-        steps: all of them; label: where in the run this is, for messages.
-    """
+    """Checks that the steps of a tick come in their order; `label` names the place in the run, for messages."""
 
     def __init__(self, steps: Sequence[LayerStep], label: str) -> None:
         self.steps, self._label, self._next = tuple(steps), label, 0
@@ -173,7 +157,7 @@ class StepOrder:
 
 
 def mirrored(packs: PlacedPacks) -> PlacedPacks:
-    """Return the programme of backward: what was given back last is fetched first, over the way it took."""
+    """Return the programme of backward: what was given back last is fetched first, the same way in reverse."""
     last = NUM_NANO_BATCHES - 1
     rounds = {(last - nano_batch, _BACK[way]): one._replace(sends=one.receives, receives=one.sends)
               for (nano_batch, way), one in packs.rounds.items()}  # fmt: skip
@@ -181,23 +165,17 @@ def mirrored(packs: PlacedPacks) -> PlacedPacks:
 
 
 def tag_of(layer: int, is_backward: bool, which: int, slot: int) -> int:
-    """Return the tag of the messages of a round, from 1 to 32; 0 is that of all other ones.
-
-    Rounds that are begun by the thread of chains and by the one that computes have no common order. Of each direction
-    at most two layers are under way on a rank, neighbours; a later one with the same tags begins when all of an earlier
-    one is sent, so that messages with one tag keep their order.
+    """Return the tag of a round's messages, from 1 to 32; all other messages have 0. The thread of chains and the one
+    that computes begin rounds in no common order. In each direction at most two layers are under way on a rank,
+    neighbours; a later one with the same tags begins when all of an earlier one is sent, so messages with one tag
+    keep their order.
     """
     return 1 + ((layer % 2 * 2 + is_backward) * NUM_NANO_BATCHES + slot) * NUM_ROUNDS + which
 
 
 class LayerPass:
-    """One direction of one layer.
-
-    Args:
-        one: what it works with; a caller fills it before `launch` and reads it after `wait`.
-        packs: the programme, for backward mirrored.
-        params: of the micro-batch.
-        step_order: of the tick; layer, is_backward: which steps these are.
+    """One direction of one layer, for the steps of `layer` and `is_backward` in a tick. `one` is what it works with: a
+    caller fills it before `launch` and reads it after `wait`. `packs` is the programme, mirrored for backward.
     """
 
     def __init__(
@@ -217,12 +195,12 @@ class LayerPass:
         self._chains: dict[tuple[int, int], Chain] = {}
 
     def launch(self, slot: int) -> None:
-        """Begin to send what others fetch of a nano-batch, over relays, too."""
+        """Begin to send what others fetch of a nano-batch, also over relays."""
         self._take("launch", slot)
         self._begin(ACROSS, slot)
 
     def attend(self, slot: int) -> None:
-        """Compute what this lane does of a nano-batch, and begin to give it back, over relays, too."""
+        """Compute this lane's part of a nano-batch, and begin to give it back, also over relays."""
         self._take("attend", slot)
         self._finish(ACROSS, slot)
         with span("nano-batch %d of 2", slot):
@@ -246,18 +224,16 @@ class LayerPass:
     def _hand_on(self, first: int, slot: int) -> LaneMessages | None:
         """Wait for a round and begin the one behind it, beside what is computed.
 
-        That reads and writes other rows than this: those of a nano-batch have places of their own (`places_in_buffers`
-        uses none a second time within two divisions), and who fetches a row does so in its nano-batch. Columns are
-        fetched before anyone needs them and given back once all have added to them. But columns of the nano-batch that
-        comes last are in use while the node gives back what it computed of them in the other nano-batch: that is kept
-        apart (`BackwardPass`).
+        Both touch different rows: those of a nano-batch have places of their own (`places_in_buffers` reuses none
+        within two divisions) and are fetched in their nano-batch. Columns are fetched before anyone needs them and
+        given back once all have added to them. Only columns of the last nano-batch are in use while the node gives back
+        their sums of the other nano-batch, which are kept apart (`BackwardPass`).
         """
         came = self._rounds.finish(first, slot)
         self._rounds.begin(_BEHIND[first], slot)
         return came
 
     def _finish(self, first: int, slot: int) -> None:
-        """Wait for a round and the one behind it, and put what came where it belongs."""
         chain = self._chains.pop((first, slot), None)
         if chain is None:
             self._rounds.finish(first, slot)
@@ -266,7 +242,6 @@ class LayerPass:
         self._rounds.finish(_BEHIND[first], slot)
 
     def run(self, what: What, slot: int) -> None:
-        """Take one of the steps."""
         {"launch": self.launch, "attend": self.attend, "wait": self.wait}[what](slot)
 
     def _take(self, what: What, slot: int) -> None:

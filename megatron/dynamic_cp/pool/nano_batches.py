@@ -1,13 +1,9 @@
 """Attention of a layer that runs in two nano-batches, as three autograd nodes for each: launch, attend and wait.
 
-The backward pass of `wait` launches the gradient of the output, that of `attend` computes, and that of `launch` waits
-for the gradients of queries and keys. autograd runs nodes that are ready in the reverse order of their making, so that
-backward interleaves nano-batches and layers as forward did; what it computes again of the next layer (`Beside`) goes
-out before the gradients of this one are computed. `layer_pass.StepOrder` proves the order in every tick.
-
-Tokens go from node to node in buffers of the layer (`NanoBatchedLayer`), not as tensors of the graph: a node gets
-*tickets*, empty tensors, of those that must have run before it.
-
+Backward of `wait` launches the gradient of the output, that of `attend` computes, and that of `launch` waits for the
+gradients of queries and keys. autograd runs ready nodes in the reverse order of their making, so backward interleaves
+nano-batches and layers as forward did. Tokens go from node to node in buffers of the layer (`NanoBatchedLayer`); in the
+graph a node gets *tickets*, empty tensors, of those that must have run before it.
 Shapes: T local tokens of a nano-batch, H heads, D channels of a head.
 """
 
@@ -38,11 +34,7 @@ from megatron.dynamic_cp.pool.layer_pass import LayerPass, StepOrder, mirrored
 
 
 def nano_batches_of_tokens(lane: PlacedLane) -> NDArray[np.int64]:
-    """Return [token] the nano-batch of each token that a lane holds, 0 or 1; padding is in the second one.
-
-    Raises:
-        DisagreementError: the programme has other than two nano-batches.
-    """
+    """Return [token] the nano-batch, 0 or 1, of a lane's tokens (padding: 1); DisagreementError if in none or both."""
     programme = lane.programme
     found: dict[int, set[int]] = {}
     for nano_batch, tiles in enumerate(programme.tiles):
@@ -72,10 +64,9 @@ class NanoBatches:
     """A micro-batch on this rank whose layers run in two nano-batches, or what a stage without one does meanwhile.
 
     Attributes:
-        params: of the micro-batch.
         rows: [nano-batch] which of the rank's tokens it has, int64, ascending.
         sizes: [nano-batch] its tokens with padding: at least one, and as many on each tensor-parallel rank.
-        back: where each token of the rank is in both nano-batches, one without its padding behind the other.
+        back: where each token of the rank is in the two nano-batches without padding, one behind the other.
         step_order: steps of the tick.
     """
 
@@ -107,15 +98,8 @@ class NanoBatches:
         return slice(0, self.sizes[0]) if nano_batch == 0 else slice(self.sizes[0], self.num_tokens)
 
     def begin(self, lane: PlacedLane, num_layers: int, *, is_backward: bool, repeats: Repeats) -> None:
-        """Begin a tick.
-
-        Args:
-            lane: the rank's part of it; its tokens are in the same nano-batches in each tick.
-            num_layers: of the stage.
-            repeats: what backward computes again.
-
-        Raises:
-            DisagreementError: they are in others.
+        """Begin a tick of `num_layers` layers; `lane` is the rank's part of it, `repeats` what backward computes again.
+        Raises DisagreementError: the lane's tokens are in other nano-batches than before.
         """
         moved = np.flatnonzero(nano_batches_of_tokens(lane) != self._of_token)
         if len(moved):
@@ -128,7 +112,7 @@ class NanoBatches:
         self.step_order = StepOrder(steps_of(num_layers, is_backward=is_backward, repeats=repeats), self.params.label)
 
     def params_of(self, nano_batch: int) -> DynamicPackedSeqParams:
-        """Return parameters whose positions are those of a nano-batch; padding is at position 0."""
+        """Return parameters with the positions of a nano-batch; padding is at position 0."""
         if not self._rotary_params:
             for rows, size in zip(self.rows, self.sizes, strict=True):
                 positions = self.params.positions.new_zeros(size)
@@ -139,10 +123,8 @@ class NanoBatches:
     def direction(
         self, core: TorchTHDAttention, layer: int, *, is_backward: bool, kept: Fetched | None = None
     ) -> LayerPass:
-        """Return one direction of a layer, with tokens of nobody yet.
-
-        Args:
-            kept: backward, by the layer's forward pass where that was computed again in the tick.
+        """Return one direction of a layer, without tokens yet. `kept` is for backward, from the layer's forward pass
+        where that was computed again in the tick.
         """
         config, device = core.config, self.params.positions.device
         tp_size = config.tensor_model_parallel_size
@@ -162,7 +144,6 @@ class NanoBatches:
         return LayerPass(one, packs, self.params, self.step_order, layer, is_backward=is_backward)
 
     def _packs_of(self, device: torch.device) -> tuple[PlacedPacks, PlacedPacks]:
-        """Return the tick's programme forward and backward, with room for the lane's own tokens."""
         if self._packs is None:
             lane = replace(self._lane, programme=self._arranged(self._lane.programme), num_tokens=self.num_tokens)
             packs = lane.packs(device, self.params.mask)
@@ -175,7 +156,6 @@ class NanoBatches:
         return self._packs
 
     def _arranged(self, programme: Programme) -> Programme:
-        """Return the programme for tokens in the order of nano-batches."""
         held = (one if one.kind >= 0 else one._replace(place=int(self._places[one.place])) for one in programme.held)
         return programme._replace(held=tuple(held))
 
@@ -187,20 +167,13 @@ class Beside(Protocol):
         """Begin to send both nano-batches."""
 
     def attend_again(self) -> None:
-        """Compute what is this rank's of both nano-batches."""
+        """Compute this rank's part of both nano-batches."""
 
 
 class NanoBatchedLayer:
-    """Attention of one layer of a micro-batch, from its first forward step to its last backward one.
-
-    Args:
-        nano_batches: of the micro-batch.
-        core: the layer's attention; layer: its number on the stage.
-        keeps: backward will come; repeats: and computes attention again.
-        is_again: this is the second time, and backward comes in the same tick.
-
-    Attributes:
-        repeats: as given; beside: what is computed again beside this layer's gradients.
+    """Attention of one layer of a micro-batch, from its first forward step to its last backward one. `layer` is its
+    number on the stage. `keeps`: backward will come; `repeats`: and computes attention again; `is_again`: this is
+    that second time, with backward in the same tick. `beside` is computed again beside this layer's gradients.
     """
 
     beside: Beside | None = None
@@ -228,11 +201,9 @@ class NanoBatchedLayer:
         self._launch_forward(nano_batch)
 
     def attend(self, nano_batch: int) -> None:
-        """Compute what is this rank's of a nano-batch."""
         self._direction.attend(nano_batch)
 
     def wait(self, nano_batch: int) -> Tensor:
-        """Return the output of a nano-batch."""
         self._direction.wait(nano_batch)
         out_THD = self._output(nano_batch, keep=self._keeps and not self.repeats)
         if nano_batch == NUM_NANO_BATCHES - 1:
@@ -243,9 +214,8 @@ class NanoBatchedLayer:
         return out_THD
 
     def launch_backward(self, grad_THD: Tensor, nano_batch: int) -> None:
-        """Send the gradient of the output of a nano-batch, and with the second one, which is first, all keys.
-
-        Those that a forward pass in the same tick fetched are there already, as are queries.
+        """Send the gradient of a nano-batch's output, and with the second one, which comes first, all keys. What a
+        forward pass in the same tick fetched, also queries, is not sent again.
         """
         if nano_batch == NUM_NANO_BATCHES - 1:
             if self.repeats:
@@ -260,14 +230,14 @@ class NanoBatchedLayer:
         self._direction.launch(_slot(nano_batch))
 
     def offset_gradient(self, grad_THD: Tensor, nano_batch: int) -> Tensor | None:
-        """Return what a nano-batch adds to the gradient of the score beside those of keys, None without one."""
+        """Return a nano-batch's part of the gradient of the additional score (`softmax_offset`), None without one."""
         offset_H = self._core.softmax_offset
         if offset_H is None or not offset_H.requires_grad:
             return None
         return offset_gradient(offset_H, grad_THD, *self._found[nano_batch]).to(offset_H.dtype)
 
     def attend_backward(self, nano_batch: int) -> None:
-        """Compute what is this rank's of the gradients of a nano-batch, and beside both what is computed again."""
+        """Compute this rank's gradients of a nano-batch, and around both what is computed again."""
         if self.beside is not None and nano_batch == NUM_NANO_BATCHES - 1:
             self.beside.launch_again()
         self._direction.attend(_slot(nano_batch))
@@ -276,12 +246,11 @@ class NanoBatchedLayer:
             self.beside = None
 
     def launch_again(self) -> None:
-        """Send queries, keys and values of both nano-batches a second time: their outputs were not kept."""
+        """Send queries, keys and values of both nano-batches again: their outputs were not kept."""
         for nano_batch in range(NUM_NANO_BATCHES):
             self._launch_forward(nano_batch)
 
     def attend_again(self) -> None:
-        """Compute what is this rank's of both nano-batches a second time."""
         for nano_batch in range(NUM_NANO_BATCHES):
             self._direction.attend(nano_batch)
 
@@ -318,7 +287,7 @@ class NanoBatchedLayer:
             buffer[self._nano_batches.range_of(nano_batch)].copy_(of_nano_batch)
 
     def _wait_again(self) -> None:
-        """Have the outputs, which were computed again beside the layer behind; those of the last layer beside none."""
+        """Wait for outputs that are computed again beside the layer behind; the last layer has none and begins here."""
         if self._running is None:
             self.launch_again()
             self.attend_again()
@@ -328,7 +297,7 @@ class NanoBatchedLayer:
         self._kept = self._direction.one.kept
 
     def _output(self, nano_batch: int, *, keep: bool) -> Tensor:
-        """Return the output of a nano-batch, and keep for backward what it needs of it."""
+        """Return the output of a nano-batch; `keep`: store what backward needs of it."""
         sums, rows = self._direction.one.sums, self._nano_batches.range_of(nano_batch)
         out_THD, lse_HT, offset_H = sums.out_THD[rows], sums.lse_HT[:, rows], self._core.softmax_offset
         if offset_H is not None:
@@ -340,7 +309,6 @@ class NanoBatchedLayer:
 
 
 def _slot(nano_batch: int) -> int:
-    """Return when a nano-batch comes backward."""
     return NUM_NANO_BATCHES - 1 - nano_batch
 
 
@@ -359,7 +327,7 @@ class Launch(torch.autograd.Function):
 
 
 class Attend(torch.autograd.Function):
-    """Compute what is this rank's of a nano-batch; takes tickets of this one and the one before, returns one."""
+    """Compute this rank's part of a nano-batch; takes tickets of this one and the one before, returns one."""
 
     @staticmethod
     def forward(ctx: Any, one: NanoBatchedLayer, nano_batch: int, *tickets: Tensor) -> Tensor:

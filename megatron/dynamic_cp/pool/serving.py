@@ -21,9 +21,8 @@ from megatron.dynamic_cp.pool.nano_batches import NanoBatches
 
 @torch.no_grad()
 def serve(layer: TorchTHDAttention, params: DynamicPackedSeqParams, *, backward: bool) -> None:
-    """Compute the tiles that the programme of `params` gives this rank in one direction of one layer.
-
-    The members of the group that bring tokens run the same direction of the same layer meanwhile.
+    """Compute the tiles that the programme of `params` gives this rank in one direction of one layer. The members of
+    the group that bring tokens run the same meanwhile.
     """
     config = layer.config
     tp_size = config.tensor_model_parallel_size
@@ -44,13 +43,8 @@ def serve(layer: TorchTHDAttention, params: DynamicPackedSeqParams, *, backward:
 
 @torch.no_grad()
 def serve_nano_batches(layers: Sequence[TorchTHDAttention], nano_batches: NanoBatches) -> None:
-    """Take all steps of a tick whose layers run in two nano-batches.
-
-    The members of the group that bring tokens take the same ones, between what else they compute.
-
-    Args:
-        layers: attention of each layer of the stage.
-        nano_batches: of no tokens.
+    """Take all steps of a tick whose layers run in two nano-batches, as the members that bring tokens do meanwhile.
+    `layers` are the attention of each layer of the stage; `nano_batches` has no tokens.
     """
     running: dict[tuple[int, bool], LayerPass] = {}
     has_gradients = any(step.is_backward for step in nano_batches.step_order.steps)

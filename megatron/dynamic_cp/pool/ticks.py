@@ -1,13 +1,11 @@
 """A schedule of pipeline stages in which all of them are in the same phase, so that any of them may compute attention.
 
 A *tick* is one forward or one backward pass of one model chunk of one micro-batch on each stage, layer by layer beside
-each other. In it the ranks of all stages and lanes that have the same tensor-parallel rank are one group, the *pool*:
-each brings the tokens of its own micro-batch, and computes whatever tiles the tick's placement gives it. A stage that
-has no micro-batch in a tick (while the pipeline fills or drains) brings no tokens and serves the others.
-
-`dynamic_cp.pool.ticks` has their order. What a chunk gives is what the next one takes in the next tick of that
-direction, so stages are a ring where they have several chunks. Other micro-batches meet in a backward tick than in a
-forward tick, so each has a placement of its own: backward fetches what it needs anew, and so does what is recomputed.
+each other. The ranks of all stages and lanes with the same tensor-parallel rank are one group, the *pool*: each brings
+the tokens of its own micro-batch, and computes the tiles that the tick's placement gives it. A stage without a
+micro-batch in a tick (while the pipeline fills or drains) only serves the others. `dynamic_cp.pool.ticks` has their
+order. A backward tick has other micro-batches than a forward tick, so each has its own placement, and backward fetches
+anew what it needs.
 """
 
 from __future__ import annotations
@@ -55,17 +53,10 @@ def run_ticks(
 ) -> list[dict[str, Any]]:
     """Run all micro-batches forward (and backward) by ticks; return what the loss function logged.
 
-    Gradients are summed up and finished as megatron-core's schedules do it.
-
-    Args:
-        pool: what this rank computes of attention.
-        model: the chunks of this stage.
-        data_iterators: yield this lane's micro-batches, one iterator for each chunk.
-        communicator: of the pass; groups: what `pipeline_p2p.schedule_groups` returns.
-
-    Raises:
-        UnsupportedFeatureError: a configuration under which ranks would not run the same layers at once.
-        DisagreementError: the pool has other ticks than the pass, or other tokens than a micro-batch.
+    Gradients are summed up and finished as in megatron-core's schedules. `data_iterators` yield this lane's
+    micro-batches, one iterator for each chunk of the stage; `groups` is from `pipeline_p2p.schedule_groups`. Raises
+    UnsupportedFeatureError: a configuration under which ranks would not run the same layers at once. Raises
+    DisagreementError: the pool has other ticks than the pass, or other tokens than a micro-batch.
     """
     config = get_model_config(model[0])
     check_config(config)
@@ -122,14 +113,12 @@ _REFUSED = {
     "window_size": _UNTRIED,
     "multi_latent_attention": _UNTRIED,
 }
-"""Field of a configuration that would have ranks of a pool wait for ever, or that was not tried -> why."""
+"""Field of a configuration that would make ranks of a pool wait for ever, or that was not tried -> why."""
 
 
 def layers_of(model: Sequence[torch.nn.Module]) -> list[TorchTHDAttention]:
-    """Return the attention of each layer of a chunk, in order: of the first one, which stands for all of a stage.
-
-    Raises:
-        UnsupportedFeatureError: there is none that places attention, or chunks have other numbers of layers.
+    """Return the attention of each layer of the first chunk, in order, which stands for all chunks of the stage. Raises
+    UnsupportedFeatureError: there is none that places attention, or chunks have other numbers of layers.
     """
     layers = [[module for module in chunk.modules() if isinstance(module, TorchTHDAttention)] for chunk in model]
     if not all(layers):
@@ -181,10 +170,8 @@ def check_number(pool: Pool, needed: int, *, forward_only: bool) -> None:
 
 
 class _Microbatches:
-    """The micro-batches of this stage: what has gone forward through a chunk and not yet back is kept.
-
-    Attributes:
-        logged: what the loss function logged. num_tokens: with a loss, so far.
+    """The micro-batches of this stage; keeps those that have gone forward through a chunk and not yet back. `logged` is
+    what the loss function logged, `num_tokens` the tokens with a loss so far.
     """
 
     def __init__(
@@ -207,15 +194,15 @@ class _Microbatches:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=next(model[0].parameters()).device)
 
     def begins(self, unit: Unit) -> bool:
-        """Return whether a unit of this stage is the first chunk of its micro-batch, with the embedding."""
+        """Return whether a unit is the first chunk of its micro-batch, with the embedding."""
         return self._stage == 0 and unit.chunk == 0
 
     def ends(self, unit: Unit) -> bool:
-        """Return whether a unit of this stage is the last chunk of its micro-batch, with the loss."""
+        """Return whether a unit is the last chunk of its micro-batch, with the loss."""
         return self._stage == self._pp_size - 1 and unit.chunk == len(self._model) - 1
 
     def forward(self, unit: Unit, lane: PlacedLane, came: Tensor | None, *, keep: bool) -> Tensor | None:
-        """Run the next micro-batch of a chunk and return what the next chunk gets, None behind the last one."""
+        """Run the next micro-batch of a chunk; return what the next chunk gets, None behind the last one."""
         batch = next(self._data_iterators[unit.chunk])
         params = _in_pool(batch["packed_seq_params"], self._pool, lane)
         if self._pool.in_nano_batches:
@@ -242,7 +229,7 @@ class _Microbatches:
         return None if self.ends(unit) else output
 
     def backward(self, unit: Unit, lane: PlacedLane, came: Tensor | None) -> Tensor | None:
-        """Run the oldest micro-batch of a chunk backward and return what the chunk before gets."""
+        """Run the oldest micro-batch of a chunk backward; return what the chunk before gets."""
         params, given, output = self._kept[unit.chunk].popleft()
         move_to(lane, params)
         if params.cache.nano_batches is not None:
@@ -257,8 +244,6 @@ class _Microbatches:
 
 
 class _Server:
-    """A stage in the ticks in which it has no micro-batch."""
-
     def __init__(self, model: Sequence[torch.nn.Module], pool: Pool, *, repeats: bool) -> None:
         self._model, self._in_nano_batches = model, pool.in_nano_batches
         self._layers, self._repeats = layers_of(model), repeats
@@ -272,7 +257,7 @@ class _Server:
         )
 
     def serve(self, lane: PlacedLane, *, is_forward: bool) -> None:
-        """Compute what the tick's placement gives this rank, layer by layer, in the order of those with tokens."""
+        """Compute what the tick's placement gives this rank, layer by layer, in the order of ranks with tokens."""
         move_to(lane, self._params)
         if self._in_nano_batches:
             nano_batches = _nano_batches(self._params, lane, get_model_config(self._model[0]))
@@ -287,7 +272,6 @@ class _Server:
 
 
 def _in_pool(params: DynamicPackedSeqParams, pool: Pool, lane: PlacedLane) -> DynamicPackedSeqParams:
-    """Return the parameters of a micro-batch in one chunk, whose attention the pool computes."""
     placed = replace(
         params, cp_group=pool.group, cp_comm_type=BY_PLACEMENT, heads_group=None, ring_group=None, cache=LayerCache()
     )
@@ -296,7 +280,7 @@ def _in_pool(params: DynamicPackedSeqParams, pool: Pool, lane: PlacedLane) -> Dy
 
 
 def _nano_batches(params: DynamicPackedSeqParams, lane: PlacedLane, config: Any) -> NanoBatches:
-    """Return the two nano-batches of a micro-batch, each as long as tensor-parallel ranks can share."""
+    """Return the two nano-batches of a micro-batch, each of a length that tensor-parallel ranks can share."""
     return NanoBatches(params, lane, config.tensor_model_parallel_size if config.sequence_parallel else 1)
 
 
@@ -312,7 +296,7 @@ def begin_nano_batches(
 
 
 def end_nano_batches(params: DynamicPackedSeqParams, *, keep: bool) -> None:
-    """Refuse a tick in which a step is left; without `keep` the micro-batch is done."""
+    """Raise if a step of the tick is left; without `keep` the micro-batch is done."""
     if params.cache.nano_batches is not None:
         params.cache.nano_batches.step_order.finish()
         if not keep:
@@ -320,11 +304,7 @@ def end_nano_batches(params: DynamicPackedSeqParams, *, keep: bool) -> None:
 
 
 def move_to(lane: PlacedLane, params: DynamicPackedSeqParams) -> None:
-    """Have a micro-batch computed by the programme of a tick.
-
-    Raises:
-        DisagreementError: the tick has other tokens of this rank than the micro-batch.
-    """
+    """Have a micro-batch computed by a tick's programme; DisagreementError if that has other tokens of this rank."""
     if lane.num_tokens != len(params.positions):
         raise DisagreementError(
             f"a tick has {lane.num_tokens} tokens of this rank, its micro-batch has {len(params.positions)}: "
@@ -336,9 +316,8 @@ def move_to(lane: PlacedLane, params: DynamicPackedSeqParams) -> None:
 
 
 class _GradientSync:
-    """When data-parallel sums of a chunk's gradients begin: with its last backward, as in megatron-core's schedules.
-
-    Where a function of the user's begins them (`grad_sync_func`), stages wait until the first one is there, too.
+    """Begins data-parallel sums of a chunk's gradients with its last backward, as megatron-core's schedules do. If a
+    user's function begins them (`grad_sync_func`), stages wait until the first one has got there, too.
     """
 
     def __init__(self, config: Any, model: Sequence[torch.nn.Module], num_microbatches: int, *, is_first: bool) -> None:
@@ -351,7 +330,7 @@ class _GradientSync:
 
     @contextlib.contextmanager
     def of_backward(self, unit: Unit) -> Iterator[None]:
-        """Keep sums from beginning in a backward pass in which they must not."""
+        """Keep sums from beginning in a backward pass that must not begin them."""
         with contextlib.ExitStack() as stack:
             if not (self._begin_by_themselves and unit.micro_batch == self._last):
                 for no_sync in self._no_sync:
@@ -359,6 +338,6 @@ class _GradientSync:
             yield
 
     def after_tick(self, first: Unit | None) -> None:
-        """Begin, on all other stages, the sums of the chunk with which the first stage is done in a backward tick."""
+        """On all other stages, begin the sums of the chunk that the first stage has finished in a backward tick."""
         if not self._begin_by_themselves and first is not None and first.micro_batch == self._last:
             self._begin[first.chunk](self._model[first.chunk].parameters())

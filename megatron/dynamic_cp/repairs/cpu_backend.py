@@ -1,11 +1,10 @@
 """Runs megatron-core on CPU ranks (gloo): one shim for each place where its training path assumes CUDA.
 
 Call `enable()` once per process, before anything of megatron-core is *built* (importing needs no shim). `SHIMS` is the
-whole list; each entry says why it exists, and tests/distributed/test_cpu_backend.py shows what fails without it.
+whole list, each with its reason; tests/distributed/test_cpu_backend.py shows what fails without it.
 
 Costs 3.3 us per torch call. The function mode is thread-local: threads started later must not touch torch devices.
-torch suspends it inside `backward()`, so its rules do not apply in a backward pass or a recomputation, where nothing
-needs them; the replaced functions apply everywhere.
+torch suspends it inside `backward()`, where nothing needs its rules; the replaced functions apply everywhere.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Shim:
 
 
 class _Stream:
-    """The one stream of a CPU rank, on which all is done when it is asked for; also the event that it records."""
+    """The one stream of a CPU rank, on which all work is done at once; also the event that it records."""
 
     def wait_stream(self, stream: _Stream) -> None:
         """Nothing to wait for."""
@@ -176,13 +175,8 @@ def _not_the_rng_warning(record: logging.LogRecord) -> bool:
 
 
 def enable(without: Iterable[str] = ()) -> None:
-    """Install every shim of `SHIMS` in this process; a second call does nothing.
-
-    Args:
-        without: names to leave out; for the tests that show what each one is for.
-
-    Raises:
-        InvalidInputError: CUDA is available; a CPU run must then be asked for with a CPU build of torch.
+    """Install every shim of `SHIMS` in this process, but for those named in `without`; a second call does nothing.
+    Raises InvalidInputError: CUDA is available.
     """
     global _enabled_mode
     if _enabled_mode is not None:

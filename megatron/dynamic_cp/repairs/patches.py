@@ -23,10 +23,9 @@ def repair_expert_routing() -> None:
     """Route tokens to experts where TransformerEngine is not installed, and padding to no expert.
 
     megatron-core 0.16.1 asks whether TransformerEngine's matrix product is None, but without it the name does not
-    exist: NameError in the first forward pass. Later releases set it to None.
-
-    Since 0.17 its dispatcher assumes that each token has as many experts as the router chooses. Our routers send
-    padding to none; what is sent then differs in number from the sizes that lanes tell each other: RuntimeError.
+    exist: NameError in the first forward pass. Since 0.17 its dispatcher assumes that each token has as many experts as
+    the router chooses. Our routers send padding to none, so less is sent than the sizes that lanes tell each other:
+    RuntimeError.
     """
     if not (releases.PRODUCT_IS_NONE.here or moe_utils.HAVE_TE):
         moe_utils.te_general_gemm = None
@@ -40,7 +39,7 @@ def _counting(preprocess: Any) -> Any:
     def counting(self: Any, routing_map: Tensor) -> Any:
         found = preprocess(self, routing_map)
         self.num_out_tokens = routing_map.sum()
-        # On a GPU the host waits for the sizes that lanes tell each other as it is; it then waits earlier, for both.
+        # On a GPU the host waits anyway for the sizes that lanes tell each other; it then waits earlier, for both.
         self._maybe_update_cuda_sync_point("before_permutation_1")
         return found
 
@@ -48,20 +47,18 @@ def _counting(preprocess: Any) -> Any:
 
 
 def repair_latent_attention() -> None:
-    """Build multi-latent attention where TransformerEngine is not installed.
-
-    megatron-core 0.16.1 takes its own wrappers of TransformerEngine's layers for the layers: their module can be
-    imported without it, and holds None in their place. `isinstance(..., None)` is a TypeError in the first layer.
+    """Build multi-latent attention where TransformerEngine is not installed. megatron-core 0.16.1 takes its module of
+    wrappers, which can be imported without TransformerEngine and then holds None, for the layers: `isinstance(...,
+    None)` is a TypeError in the first layer.
     """
     if not transformer_engine.HAVE_TE:
         multi_latent_attention.HAVE_TE = False
 
 
 def repair_norm_recomputation() -> None:
-    """Recompute norms (--recompute-modules layernorm) where TransformerEngine is not installed.
-
-    megatron-core 0.16.1 to 0.19.2 takes its own default of `fp8=False` for "FP8 is on" (it asks `is not None`), and
-    uses TransformerEngine without asking whether it is there: NameError in the first forward pass.
+    """Recompute norms (--recompute-modules layernorm) where TransformerEngine is not installed. megatron-core 0.16.1 to
+    0.19.2 takes its own default of `fp8=False` for "FP8 is on" (it asks `is not None`), and uses TransformerEngine
+    without asking whether it is there: NameError in the first forward pass.
     """
     built = random.CheckpointWithoutOutput.__init__
     if random.HAVE_TE or hasattr(built, "__wrapped__"):
@@ -77,9 +74,8 @@ def repair_norm_recomputation() -> None:
 
 def repair_gathered_logits() -> None:
     """Take the loss of logits that TP ranks have gathered (`parallel_output=False`, `runtime_gather_output`).
-
-    megatron-core 0.16.1 to 0.19.2 takes the last dimension of any logits for a share of the vocabulary: with TP ranks
-    the loss of gathered ones is too large by log(TP), and their gradients lack the label.
+    megatron-core 0.16.1 to 0.19.2 takes any logits for a share of the vocabulary: with TP ranks the loss of gathered
+    ones is too large by log(TP), and their gradients lack the label.
     """
     compute = LanguageModule.compute_language_model_loss
     if hasattr(compute, "__wrapped__"):
@@ -90,7 +86,7 @@ def repair_gathered_logits() -> None:
         tp_size = self.tp_group.size()
         own_words = getattr(getattr(self, "output_layer", None), "output_size_per_partition", None)
         if tp_size > 1 and own_words is not None and logits.shape[-1] == own_words * tp_size:
-            # A copy: losses are computed in the place of logits, and the share of a single token is a view.
+            # A copy: losses overwrite the logits, and the share of a single token is a view.
             logits = scatter_to_tensor_model_parallel_region(logits, group=self.tp_group).clone()
         return compute(self, labels, logits)
 
@@ -100,19 +96,17 @@ def repair_gathered_logits() -> None:
 def repair_optimizer_checkpoint() -> None:
     """Load checkpoints into the distributed optimizer: with torch's AdamW, and where halves of weights are kept.
 
-    With torch's AdamW (no TransformerEngine, no apex) megatron-core 0.16.1 can save that combination but not load it,
-    and neither where a rank has no parameter of an optimizer, as of experts on a stage of dense layers:
+    With torch's AdamW (no TransformerEngine, no apex) megatron-core 0.16.1 can save but not load, and neither where a
+    rank has no parameter of an optimizer, as of experts on a stage of dense layers:
 
-    | where | what goes wrong | repair |
-    |---|---|---|
-    | `sharded_state_dict(is_loading=True)` | asserts on an optimizer that has not stepped | give it zero state first |
-    | `_set_main_param_and_optimizer_states` | writes to leaves under autograd, wants "step" | no_grad, leave "step" |
-    | `load_state_dict` | all parameters get the *same* step tensor, so one step counts many times | one tensor each |
-    | `state_dict` | looks for the step in the state of parameters, of which there must be some | none: no step |
+        sharded_state_dict(is_loading=True)     asserts on an optimizer that has not stepped: it gets zero state first
+        _set_main_param_and_optimizer_states    writes to leaves under autograd, wants "step": no_grad, leave "step"
+        load_state_dict                         one step tensor for all parameters counts many times: one tensor each
+        state_dict                              looks for the step in the state of parameters: without any, no step
 
-    TransformerEngine's precision-aware optimizer keeps of a weight in float32 the lower half, an int16, beside the bf16
-    weight. megatron-core 0.16.1 saves that half as if it were the weight, in float32: loading asserts an int16, and
-    another optimizer would train from noise. Here whole weights are saved, and halved when they are loaded.
+    TransformerEngine's precision-aware optimizer keeps of a float32 weight only the lower half, an int16, beside the
+    bf16 weight. megatron-core 0.16.1 saves that half as if it were the weight: loading asserts an int16, and another
+    optimizer would train from noise. Here whole weights are saved, and halved when they are loaded.
     """
     get = DistributedOptimizer._get_main_param_and_optimizer_states
     if hasattr(get, "__wrapped__"):
@@ -205,11 +199,7 @@ def _with_halves_of_weights(put: Any) -> Any:
 
 
 def _check_are_weights(saved: torch.Tensor) -> None:
-    """Refuse halves in the place of weights: integers, of which weights have none above 1.
-
-    Raises:
-        UnsupportedFeatureError: they are; on all ranks, as one job saved them.
-    """
+    """Raise UnsupportedFeatureError, on all ranks alike, if halves are in the place of weights: integers above 1."""
     if saved.numel() and float(saved.abs().max()) > 1 and bool((saved == saved.round()).all()):
         raise UnsupportedFeatureError(
             "the checkpoint has lower halves of the optimizer's weights, as megatron-core's precision-aware optimizer "
@@ -218,7 +208,6 @@ def _check_are_weights(saved: torch.Tensor) -> None:
 
 
 def _shard_of(optimizer: Any, model_param: Any) -> torch.Tensor:
-    """Return this rank's part of a weight, which the optimizer steps."""
     group_index, group_order = optimizer.model_param_group_index_map[model_param]
     shard: torch.Tensor = optimizer.optimizer.param_groups[group_index]["params"][group_order]
     return shard

@@ -1,7 +1,7 @@
 """The releases of megatron-core that this runs on, what differs between them, and a TransformerEngine that is broken.
 
 `DIFFERENCES` is the whole list: each entry says since when, what, and why that matters here. Code asks an entry whether
-it is `here` and nothing else for a version. docs/releases.md shows them.
+it is `here`, and never for a version. docs/releases.md shows them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,18 @@ from pathlib import Path
 from dynamic_cp.errors import UnsupportedFeatureError
 
 _SHOWN = 200
-"""Characters of what TransformerEngine says."""
+"""Characters of TransformerEngine's error that a message quotes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """A release of megatron-core on PyPI that the tests ran with.
-
-    Attributes:
-        min_python: what its wheel needs, (major, minor).
-    """
+    """A release of megatron-core that the tests ran with; its wheel needs Python `min_python`, (major, minor)."""
 
     version: str
     min_python: tuple[int, int]
 
     @property
     def python(self) -> str:
-        """`min_python` as text."""
         return ".".join(map(str, self.min_python))
 
 
@@ -51,12 +46,7 @@ RELEASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Something that megatron-core does otherwise since one of its releases.
-
-    Attributes:
-        since: the first minor version that does, such as 0.17.
-        what: it is; why: it matters here.
-    """
+    """Something that megatron-core does otherwise since a minor version, such as 0.17, and why it matters here."""
 
     since: str
     what: str
@@ -73,7 +63,6 @@ class Difference:
 
     @property
     def table_row(self) -> str:
-        """Its row of a table in docs/."""
         return f"| {self.since} | {self.what} | {self.why} |"
 
 
@@ -135,11 +124,7 @@ DIFFERENCES = (
 
 
 def check_installed() -> None:
-    """Check the installed megatron-core, before it is imported.
-
-    Raises:
-        UnsupportedFeatureError: it is none of RELEASES, or missing; says what to install.
-    """
+    """Raise UnsupportedFeatureError unless the installed megatron-core, not yet imported, is one of RELEASES."""
     try:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -150,11 +135,7 @@ def check_installed() -> None:
 
 
 def check(version: str) -> None:
-    """Check a version of megatron-core.
-
-    Raises:
-        UnsupportedFeatureError: it is none of RELEASES; names those that run on this Python.
-    """
+    """Raise UnsupportedFeatureError, naming those that run on this Python, unless `version` is one of RELEASES."""
     if version in (release.version for release in RELEASES):
         return
     listed = ", ".join(f"{release.version} (Python >= {release.python})" for release in RELEASES)
@@ -166,7 +147,7 @@ def check(version: str) -> None:
 
 
 def closest(version: str) -> Release:
-    """Return the newest of RELEASES whose series is that of `version`, or an older one."""
+    """Return the newest of RELEASES of the series of `version`, or else of an older one."""
     series = _numbers(version)[:2]
     return next(one for one in reversed(RELEASES) if _numbers(one.version)[:2] <= series or one is RELEASES[0])
 
@@ -178,7 +159,7 @@ def newest() -> Release:
 
 @functools.cache
 def _imported() -> str:
-    """Return the version of the megatron-core that is imported: a checkout's need not be the installed one."""
+    """Return the version of the megatron-core that is imported, which in a checkout need not be the installed one."""
     import megatron.core as core
 
     return str(core.__version__)
@@ -189,13 +170,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_engine() -> None:
-    """Import TransformerEngine, if it is installed, before megatron-core does.
-
-    megatron-core goes without it where that is an ImportError. Its empty meta package, one without its compiled
-    extension and one with an old cuDNN raise other errors, with which megatron-core's own import would end.
-
-    Raises:
-        UnsupportedFeatureError: it cannot be imported, and megatron-core would not go without it; says why in a line.
+    """Import TransformerEngine, if it is installed, before megatron-core does. megatron-core goes without it after an
+    ImportError. Its empty meta package, one without its compiled extension and one with an old cuDNN raise other
+    errors, which would end megatron-core's own import. Raises UnsupportedFeatureError: such an error, in a line.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return
@@ -214,7 +191,7 @@ def check_engine() -> None:
 
 
 def engine_version() -> str:
-    """Return the version of TransformerEngine by its package; "": it has none."""
+    """Return the version of the TransformerEngine package; "": there is none."""
     try:
         return importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
@@ -222,9 +199,8 @@ def engine_version() -> str:
 
 
 def two_cudnns(maps: Path = Path("/proc/self/maps")) -> str:
-    """Return where cuDNN is loaded from, where that is more than one folder; else "".
-
-    One looks for its parts by name and finds those of the other: then attention fails, and nothing says why.
+    """Return where cuDNN is loaded from, where that is more than one folder; else "". One looks for its parts by name
+    and finds those of the other: then attention fails without saying why.
     """
     try:
         folders = sorted(set(re.findall(r"(/\S+)/libcudnn\.so", maps.read_text(encoding="utf-8"))))

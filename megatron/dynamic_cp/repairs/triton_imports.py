@@ -1,7 +1,7 @@
 """Imports of megatron-core that fail without triton, which torch for CPUs does not bring.
 
-Some modules (batch-invariant mode, MoE) import triton although nothing of theirs has to run, and are imported always.
-They see a stand-in for it, and nobody else: whatever asks whether triton is there finds that it is not.
+Some modules (batch-invariant mode, MoE) import triton although nothing of theirs has to run, and are always imported.
+Only they see a stand-in for it; everybody else finds that triton is not there.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _STAND_IN = SimpleNamespace(
 
 
 def install() -> None:
-    """Have megatron-core imported also where triton is not installed; a second call does nothing."""
+    """Make megatron-core importable where triton is not installed; a second call does nothing."""
     if importlib.util.find_spec("triton") is None and not any(isinstance(one, _Finder) for one in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finds those of `_MODULES` that, in the release that is there, import triton whether or not it is installed."""
+    """Finds those of `_MODULES` that import triton without asking, in the installed release."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if fullname not in _MODULES:

@@ -5,13 +5,11 @@
     own = times.end_step()                                      # after something that waited for the device
     observations = times.gather()                               # now and then; collective
 
-Forward runs from the moment the micro-batch is there to the end of the chunk, loss included; waiting for a pipeline
-neighbour lies outside. Backward runs from the first gradient (a hook on the chunk's output) to the end of this call of
-the autograd engine (its final callback), recomputation included. The measurement computes nothing and never waits: on
-CUDA it records events and reads them after the step, on CPU it reads the clock; about 30 microseconds per micro-batch.
-
-Inside a CP group a rank also waits for its peers. The lane that comes last waits least, so the smallest time over the
-lanes (and TP ranks) of a bucket is the time of the bucket.
+Forward lasts from the moment the micro-batch is there to the end of the chunk, loss included, without waiting for a
+pipeline neighbour. Backward lasts from the first gradient (a hook on the chunk's output) to the end of this call of the
+autograd engine (its final callback), recomputation included. The measurement never waits: on CUDA it records events and
+reads them after the step, on CPU it reads the clock; about 30 microseconds per micro-batch. A rank also waits for its
+CP peers. The last lane waits least, so the smallest time over lanes and TP ranks is the time of the bucket.
 """
 
 from __future__ import annotations
@@ -45,15 +43,15 @@ _KEYS = (
     *("step", "micro_batch", "stage", "chunk", "first_lane", "cp_size", "exchange", "inner_cp_size"),
     *("tokens", "tokens_squared", "num_states"),
 )
-"""The same on all ranks that share a bucket on a chunk."""
+"""Columns that are the same on all ranks that share a bucket on a chunk."""
 _COLUMNS = (*_KEYS, "forward_s", "backward_s")
 _EXCHANGES = tuple(TRAITS)
-"""A mechanism is a number in a row of figures."""
+"""A mechanism's place here is its number in a row of figures."""
 
 
 @dataclass(slots=True)
 class _Timed:
-    """One micro-batch on one chunk: its `_KEYS` behind the step, and its four moments."""
+    """One micro-batch on one chunk: its `_KEYS` behind the step, and start and end of both passes."""
 
     micro_batch: int
     chunk: int
@@ -63,15 +61,8 @@ class _Timed:
 
 
 class BucketTimes:
-    """Times the micro-batches of this rank.
-
-    Args:
-        model: chunks of this rank, as the schedule gets them.
-        stage, lane: where this rank is.
-        device: where it computes.
-        shape: of the model, whose windows count in the squared tokens.
-        forward_step: runs one micro-batch.
-        keep_steps: the number of latest steps that `gather` sees.
+    """Times the micro-batches of this rank, which has `stage` and `lane` and computes on `device`. Windows of `shape`
+    count in the squared tokens. `forward_step` runs one micro-batch; `gather` sees the latest `keep_steps` steps.
     """
 
     def __init__(
@@ -115,7 +106,7 @@ class BucketTimes:
         hook = output.register_hook(partial(self._start_backward, timed))
 
         def timed_loss(*args: Any, **kwargs: Any) -> Any:
-            """Only the last stage comes here: the loss belongs to its forward pass, and backward starts from it."""
+            """Only for the last stage: the loss belongs to its forward pass, and backward starts from it."""
             outputs = loss_func(*args, **kwargs)
             timed.forward[1:] = [self._mark()]
             hook.remove()
@@ -125,10 +116,8 @@ class BucketTimes:
         return output, timed_loss
 
     def spans(self) -> list[list[Any]]:
-        """Return [chunk, micro-batch, "F" or "B", start, seconds] of every pass since the last `end_step`.
-
-        Starts are seconds since 1970 by this host's clock, so those of one node fit together, and those of several as
-        well as their clocks do.
+        """Return [chunk, micro-batch, "F" or "B", start, seconds] of every pass since the last `end_step`. Starts are
+        seconds since 1970 by this host's clock; those of several hosts agree as well as their clocks do.
         """
         if self._origin is None:
             return []
@@ -141,9 +130,8 @@ class BucketTimes:
         ]
 
     def end_step(self) -> list[Observation]:
-        """Return this rank's times since the last call, waits for CP peers included, and keep them for `gather`.
-
-        Call it where the host has waited for the device anyway; on CUDA it waits for the last backward pass otherwise.
+        """Return this rank's times since the last call, waits for CP peers included, and keep them for `gather`. Call
+        it where the host has waited for the device anyway; otherwise on CUDA it waits for the last backward pass.
         """
         rows = np.array([self._row(timed) for timed in self._timed], np.float64).reshape(-1, len(_COLUMNS))
         self._steps.append(rows)
@@ -155,14 +143,9 @@ class BucketTimes:
 
     def gather(self, max_observations: int = 4096) -> list[Observation]:
         """Return the times of all buckets of the kept steps, the least over the ranks that share one; then forget them.
-
-        The same list on every rank. Collective over the job: 96 bytes per rank, micro-batch, chunk and step.
-
-        Args:
-            max_observations: of more, an even selection is returned.
-
-        Raises:
-            DisagreementError: ranks have timed different numbers of micro-batches; on every rank.
+        The same list on every rank; of more than `max_observations` an even selection. Collective over the job: 104
+        bytes per rank, micro-batch, chunk and step. Raises DisagreementError: ranks have timed different numbers of
+        micro-batches; on every rank.
         """
         mine = np.concatenate([*self._steps, np.zeros((0, len(_COLUMNS)))])
         self._steps.clear()
@@ -193,7 +176,6 @@ class BucketTimes:
         return event
 
     def _start(self, chunk: int, params: Any) -> _Timed:
-        """Return the record of a micro-batch that starts now; a chunk runs its micro-batches in order."""
         if self._origin is None:
             self._origin = self._mark(), time.time()
         micro_batch, cp_size = self._num_started[chunk], params.local_cp_size
@@ -213,7 +195,7 @@ class BucketTimes:
         Variable._execution_engine.queue_callback(lambda: timed.backward.append(self._mark()))
 
     def _row(self, timed: _Timed) -> list[float]:
-        """Return the columns; NaN for a pass that did not end."""
+        """Return the columns, NaN for a pass that did not end."""
         return [self._num_steps, *timed.keys, self._seconds(timed.forward), self._seconds(timed.backward)]
 
     def _seconds(self, marks: Sequence[Mark]) -> float:
@@ -227,7 +209,7 @@ class BucketTimes:
 
 
 def _num_states(params: Any) -> float:
-    """Return as how many samples those of a micro-batch count whose states are passed on; branches count, too."""
+    """Return as how many samples a micro-batch counts whose states are passed on, 0: none are; branches count, too."""
     if params.state_exchange != "states":
         return 0.0
     if params.masked_samples is None:
@@ -238,7 +220,6 @@ def _num_states(params: Any) -> float:
 
 
 def _tokens_squared(params: Any, shape: ModelShape) -> int:
-    """Return the attention work of a micro-batch, as it is priced."""
     samples = params.masked_samples
     if samples is None and shape.window is not None:
         samples = [Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate(params.seqlens)]

@@ -1,8 +1,8 @@
 """Forward step and per-token loss in the form that megatron-core's schedules call.
 
-`calculate_per_token_loss=True` is mandatory: each rank returns the sum of losses of its own tokens and their count, the
-schedules and `finalize_model_grads` divide by the count over the whole job. Exact for any mixture of CP sizes, because
-shards are disjoint.
+With the mandatory `calculate_per_token_loss=True` each rank returns the sum of its tokens' losses and their count, and
+the schedules and `finalize_model_grads` divide by the count over the whole job. Shards are disjoint, so this is exact
+for any mixture of CP sizes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,9 @@ LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def sum_of_losses(loss_mask: Tensor, token_losses: Tensor, future: FutureColumns | None = None) -> LossOutput:
-    """Return (sum of the losses of unmasked tokens, their number as int, {"lm loss": [sum, number]}).
-
-    Losses of multi-token prediction, whose gradients the model has attached already, are logged beside it.
-
-    Args:
-        loss_mask: [1, T] float32, 0 for padding.
-        token_losses: [1, T] loss of each local token.
-        future: of a model with multi-token prediction that was run on them.
+    """Return (sum of the losses of unmasked tokens, their number as int, {"lm loss": [sum, number]}). Losses of
+    multi-token prediction (`future`), whose gradients the model has attached already, are logged beside it.
+    `loss_mask` is float32 [1, T], 0 for padding; `token_losses` [1, T].
     """
     mask = loss_mask.reshape(-1)
     total = torch.sum(token_losses.reshape(-1).float() * mask)

@@ -1,14 +1,10 @@
 """Pipeline messages whose shapes come from the plan, instead of a handshake before every tensor.
 
-With `variable_seq_lengths` megatron-core sends an int64[3] ahead of each tensor, always batched; the host waits for it
-and for the GPU. But every stage of a lane knows the plan, and so the tokens of each micro-batch. Both ends of a message
-know its micro-batch, too: megatron-core's own schedule table says in which order they run, ticks' units, too.
-
-What arrives is what was planned, because
-- the sender compares every tensor with its plan before it leaves (shape and dtype, on the host, no waiting);
-- all ranks run the same plan (digests are compared each step), or, with `check_neighbours`, both ends of every pipe
-  compared the list of all messages of the step;
-- after the schedule no planned message may be left over.
+With `variable_seq_lengths` megatron-core sends an int64[3] ahead of each tensor, for which the host and the GPU wait.
+But every stage of a lane knows from the plan the tokens of each micro-batch, and their order. The sender compares every
+tensor with the plan before it leaves (shape and dtype, on the host, no waiting). All ranks run the same plan (digests
+are compared each step), or, with `check_neighbours`, both ends of every pipe compared the list of all messages of the
+step. After the schedule no planned message may be left over.
 """
 
 from __future__ import annotations
@@ -34,7 +30,8 @@ Shape = tuple[int, int, int]
 
 class MessageOrders(NamedTuple):
     """Micro-batches in the order in which a stage exchanges their tensors: inputs and outputs of forward, gradients of
-    outputs and of inputs of backward."""
+    outputs and of inputs of backward.
+    """
 
     recv_prev: tuple[int, ...]
     send_next: tuple[int, ...]
@@ -48,10 +45,8 @@ def message_orders(
     """Return the order of a stage's messages under megatron-core's schedules, and, in groups of pp_size, in ticks.
 
     Forward and backward walk the same table of (micro-batch, chunk), backward with the chunks reversed. The first
-    virtual stage has nothing before it, the last nothing after it.
-
-    Args:
-        group_size: `microbatch_group_size_per_vp_stage`; of no effect at vp_size 1.
+    virtual stage has nothing before it, the last nothing after it. `group_size` (`microbatch_group_size_per_vp_stage`)
+    has no effect at vp_size 1.
 
     Example: stage 0 of 2 with 2 chunks and 2 micro-batches sends 0 1 0 1 forward and receives 0 1.
     """
@@ -69,16 +64,10 @@ def message_orders(
 
 
 class PlannedP2PCommunicator(P2PCommunicator):
-    """megatron-core's communicator for one pass of one global batch, without its handshake.
-
-    Args:
-        pp_group: pipeline group of this rank, at least 2 stages.
-        config: of the model; `variable_seq_lengths` stays set, so that megatron-core asks for shapes here.
-        rank_tokens: padded tokens of this rank's lane in each micro-batch, before sequence parallelism splits them.
-        forward_only: whether the pass has no backward.
-
-    Raises:
-        UnsupportedFeatureError: a configuration in which megatron-core would not ask for shapes.
+    """megatron-core's communicator for one pass of one global batch, without its handshake. `pp_group` has at least 2
+    stages. `config.variable_seq_lengths` stays set, so that megatron-core asks for shapes here; otherwise it raises
+    UnsupportedFeatureError. `rank_tokens` are the lane's padded tokens in each micro-batch, before sequence
+    parallelism splits them.
     """
 
     def __init__(
@@ -91,7 +80,7 @@ class PlannedP2PCommunicator(P2PCommunicator):
     ) -> None:
         config = copy.copy(config)
         # After each batch of messages megatron-core also waits for the whole device, against a race that torch has not
-        # had since 1.13 (pytorch/pytorch#82450): the stream waits for the messages, and that is enough.
+        # had since 1.13 (pytorch/pytorch#82450). The stream waits for the messages, and that is enough.
         config.batch_p2p_sync = False
         super().__init__(pp_group, config)
         if not config.variable_seq_lengths:
@@ -112,12 +101,9 @@ class PlannedP2PCommunicator(P2PCommunicator):
         self._done = dict.fromkeys(self._orders, 0)
 
     def check_neighbours(self) -> None:
-        """Compare the messages of the step with what both neighbours expect; collective over the job.
-
-        One handshake for all messages together: the same guarantee, one exchange per step instead of one per tensor.
-
-        Raises:
-            DisagreementError: the two ends of a pipe have different plans; the same on every rank.
+        """Compare the messages of the step with what both neighbours expect; collective over the job. One handshake for
+        all messages gives the same guarantee as one per tensor. Raises DisagreementError: the two ends of a pipe
+        have different plans; the same on every rank.
         """
         mine = {name: [self._shapes[index] for index in order] for name, order in self._orders.items()}
         everyone = all_gather_bytes(json.dumps(mine).encode(), collective_device(), self.pp_group)
@@ -152,7 +138,6 @@ class PlannedP2PCommunicator(P2PCommunicator):
         )
 
     def _next(self, name: str) -> int:
-        """Return the micro-batch of the next message of a pipe."""
         done, order = self._done[name], self._orders[name]
         if done == len(order):
             raise DisagreementError(

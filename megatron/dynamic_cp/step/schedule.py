@@ -25,11 +25,8 @@ from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedu
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRouting:
     """The router of one layer; losses are means over the tokens of all sequences, without their coefficients.
-
-    Attributes:
-        aux_loss: load-balancing loss of the sequences; 1.0 is even, where scores are a softmax.
-        z_loss: squared log-sum-exp of the logits.
-        imbalance: tokens of the expert that got most, over their mean.
+    `aux_loss` is 1.0 if even, where scores are a softmax. `imbalance`: tokens of the expert that got most, over the
+    mean.
     """
 
     aux_loss: float
@@ -39,11 +36,8 @@ class LayerRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """All routers of a step.
-
-    Attributes:
-        layers: number of the layer, from 1, those of multi-token prediction behind the last -> its router.
-        has_aux_loss, has_z_loss: which losses are trained with; the others are 0.
+    """All routers of a step, by the number of their layer, from 1, with those of multi-token prediction behind the
+    last. Losses that are not trained with (`has_aux_loss`, `has_z_loss`) are 0.
     """
 
     layers: Mapping[int, LayerRouting]
@@ -56,11 +50,7 @@ class Routing:
 
 
 def sum_over_routers(chunks: Sequence[torch.nn.Module], device: torch.device) -> Routing | None:
-    """Return the sums of all routers since the last call; None for a dense model. One all-reduce over the job.
-
-    Args:
-        chunks: of this rank.
-    """
+    """Return the sums of all routers since the last call, None for a dense model. One all-reduce over the job."""
     config = chunks[0].config
     if config.num_moe_experts is None:
         return None
@@ -95,14 +85,12 @@ def run_schedule(
 ) -> list[dict[str, Any]]:
     """Run all micro-batches forward (and backward); return what the loss function logged, [] before the last stage.
 
-    A step whose plan has a pool runs as that says (`StepData.run`), all others on megatron-core's schedules.
+    A step whose plan has a pool runs by `StepData.run`, all others on megatron-core's schedules.
 
     Args:
         seq_length: an upper bound; pipeline stages exchange the real lengths.
-        rank_tokens: padded tokens of this lane in each micro-batch, from the plan; None: pipeline stages tell each
-            other before every tensor (megatron-core's handshake).
+        rank_tokens: padded tokens of this lane in each micro-batch, from the plan; None: megatron-core's handshake.
         verify_messages: first compare the messages of the step between stages; collective over the job.
-        forward_step_func: runs one micro-batch.
     """
     single = len(model) == 1
     planned: dict[str, Any] = {}
@@ -149,9 +137,7 @@ class JobSums:
 
     Attributes:
         loss_sum, num_tokens: over the unmasked tokens of the global batch.
-        exchanged_bytes: sent for attention.
-        stop: some rank wants to leave.
-        is_writing: some rank still writes files of a checkpoint.
+        stop, is_writing: some rank wants to leave, or still writes files of a checkpoint.
         process_s: CPU time of the ranks.
         future_losses: mean loss per token of each depth of multi-token prediction.
     """
@@ -180,12 +166,8 @@ def sum_over_job(
     process_s: float = 0.0,
     num_depths: int = 0,
 ) -> JobSums:
-    """Return the sums of all ranks, the same on each; one all-reduce of six numbers.
-
-    Args:
-        num_depths: of multi-token prediction, on any stage; two more numbers each. 0 where it was not run.
-    """
-    # One copy: writing numbers of the host into a tensor of a GPU one by one waits for it each time.
+    """Return the sums of all ranks, alike on each, by one all-reduce of six numbers, and two more per depth."""
+    # One copy: writing the host's numbers into a GPU's tensor one by one waits each time.
     of_rank = [0.0, 0.0, exchanged_bytes, stop, is_writing, process_s]
     names = ["lm loss", *(FUTURE_LOSS.format(depth) for depth in range(1, num_depths + 1))]
     sums = torch.tensor([*of_rank, *[0.0] * (2 * num_depths)], dtype=torch.float64, device=device)

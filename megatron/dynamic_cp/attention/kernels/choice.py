@@ -1,22 +1,14 @@
-"""Which kernels compute attention: one choice per device, dtype and head width, with its reason, and its check.
+"""Chooses the attention kernel by device, dtype and head width, logs the reason, and checks the kernel at start-up.
 
-| kernel | what it is | where |
-|---|---|---|
-| cpu | torch's flash kernel for CPUs, a call per sequence | CPU |
-| flash | FlashAttention-2 as torch ships it, a call per pack | bfloat16 on A100, H100 and newer |
-| cudnn | cuDNN's fused attention through torch, a call per pack | bfloat16 on Hopper, torch 2.14 |
-| portable | matrix products block by block, a call per sequence | anything; float32 on CUDA |
-| triton | Triton programs of our own, three launches per pack | packs whose rows see ranges of keys, on CUDA |
+    cpu       torch's flash kernel for CPUs, a call per sequence
+    flash     FlashAttention-2 as torch ships it, a call per pack: bfloat16 on A100, H100 and newer
+    cudnn     cuDNN's fused attention through torch, a call per pack: bfloat16 on Hopper, torch 2.14
+    portable  matrix products block by block, a call per sequence: anything; float32 on CUDA
+    triton    Triton programs of our own, three launches per pack: packs whose rows see ranges of keys, on CUDA
 
-Where the kernel of a run knows no ranges of keys (flash, cudnn), packs that have them go to triton: `kernel_of`.
-
-All return the log-sum-exp with the output, and take the final ones of both in backward, as in FlashAttention-2
-(arXiv 2307.08691, algorithm 2): each rectangle then gives its share of the gradients without knowing the others.
-
-At start-up a kernel is compared with the portable one on the device where it will run. The flash and cuDNN operators
-are private to torch: their layouts have changed between versions, and a wrong log-sum-exp or an unwritten gradient
-trains without an error. Triton compiles differently for each device. Some milliseconds make that an error at start-up.
-
+All return the log-sum-exp with the output; backward takes the final ones of each row (FlashAttention-2, arXiv
+2307.08691, algorithm 2). The check compares a kernel with the portable one: torch's flash and cuDNN operators are
+private and have changed layouts, and a wrong log-sum-exp or an unwritten gradient trains without an error.
 Shapes: T tokens (rows or columns), H heads, D channels of a head.
 """
 
@@ -45,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 Forward = Callable[[Tensor, Tensor, Tensor, Pack, float], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Pack, float], tuple[Tensor, Tensor, Tensor]]
-# --attention-backend, in Megatron-LM's words.
+# Values of --attention-backend, as in Megatron-LM.
 BACKENDS = ("auto", "flash", "fused", "unfused")
-# bfloat16 rounds each of out and gradients to 3 digits: 0.2 to 0.6 % of their norm.
+# bfloat16 rounds outputs and gradients to 3 digits: errors of 0.2 to 0.6 % of their norm.
 TOLERANCE = 0.02
-# Local tokens of three sequences: the shortest that a ring has, one beside a power of two, one of several blocks.
+# Local tokens of three sequences: the shortest in a ring, one beside a power of two, one of several blocks.
 _SEQLENS = (2, 66, 522)
 _WINDOW = Lambda(3, 100)
 _NAMES = ("output", "log-sum-exp", "gradient of the queries", "gradient of the keys", "gradient of the values")
@@ -57,12 +49,12 @@ _NAMES = ("output", "log-sum-exp", "gradient of the queries", "gradient of the k
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """How a pack of rectangles is computed; q_THD, k_THD, v_THD and out_THD in one dtype, kv heads dividing heads.
+    """Functions that compute a pack; q_THD, k_THD, v_THD and out_THD share a dtype, and kv heads divide heads.
 
     Attributes:
         forward: (q, k, v, pack, scale) -> (out_THD, lse_HT float32).
         backward: (grad, q, k, v, out, lse, pack, scale) -> (dq, dk, dv), with the rows' final `out` and `lse`.
-        serves_ranges: also packs whose rows see ranges of keys.
+        serves_ranges: whether rows of a pack may see ranges of keys.
     """
 
     name: str
@@ -72,8 +64,6 @@ class Kernel:
 
 
 def _by_sequence(name: str, rectangle: ModuleType) -> Kernel:
-    """Return a kernel that calls `rectangle.forward` and `rectangle.backward` for one sequence after the other."""
-
     def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
         how = {"causal": pack.causal, "scale": scale}
         seen_keys = pack.seen_keys(rectangle.BLOCK_ROWS)
@@ -129,14 +119,8 @@ KERNELS = {kernel.name: kernel for kernel in (CPU, FLASH, CUDNN, PORTABLE, TRITO
 
 @lru_cache
 def choose_kernel(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """Return the kernel for tensors of `dtype` on `device` and log why, once.
-
-    Args:
-        backend: one of BACKENDS.
-        head_dim: width of a head.
-
-    Raises:
-        UnsupportedFeatureError: the kernel asked for cannot do that here, or none but the portable one can.
+    """Return the kernel for such tensors and log why, once; `backend` is one of BACKENDS. Raises
+    UnsupportedFeatureError: it cannot compute them here, or `auto` finds no fast kernel.
     """
     kernel, reason = _choice(backend, device, dtype, head_dim)
     logger.info("attention kernel %s: %s", kernel.name, reason)
@@ -144,12 +128,12 @@ def choose_kernel(backend: str, device: torch.device, dtype: torch.dtype, head_d
 
 
 def kernel_for(q_THD: Tensor, backend: str = "auto") -> Kernel:
-    """Return `choose_kernel` of a tensor."""
+    """Return `choose_kernel` for tensors like `q_THD`."""
     return choose_kernel(backend, q_THD.device, q_THD.dtype, q_THD.shape[-1])
 
 
 def kernel_of(pack: Pack, kernel: Kernel, q_THD: Tensor) -> Kernel:
-    """Return the kernel for `pack` in a run that has chosen `kernel`."""
+    """Return the kernel for `pack`: the run's `kernel`, unless it cannot serve the pack's ranges of keys."""
     if pack.key_ranges is None or kernel.serves_ranges:
         return kernel
     return ranged_kernel(q_THD.device, q_THD.dtype, q_THD.shape[-1])
@@ -157,7 +141,7 @@ def kernel_of(pack: Pack, kernel: Kernel, q_THD: Tensor) -> Kernel:
 
 @lru_cache
 def ranged_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """Return the kernel for packs with ranges of keys, beside one that knows no ranges; log it, once."""
+    """Return the kernel for packs with ranges of keys where the run's kernel knows none; log it, once."""
     obstacle = kernels_ranged.why_not(device, dtype, head_dim)
     if obstacle is None:
         logger.info("attention kernel %s: where tokens see ranges of keys", TRITON.name)
@@ -210,12 +194,9 @@ def _unsupported(what: str, backend: str) -> UnsupportedFeatureError:
 def check_kernel(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int
 ) -> float:
-    """Return the largest relative error of `kernel` over the three steps of a ring; waits for the device.
-
-    Where it serves ranges of keys, also over a window with a sink.
-
-    Raises:
-        UnsupportedFeatureError: it is above TOLERANCE; names what is wrong.
+    """Return the largest relative error of `kernel` over the three steps of a ring; waits for the device. A kernel that
+    serves ranges of keys is also checked on a window with a sink; CPU and portable are not checked (0). Raises
+    UnsupportedFeatureError: an error is above TOLERANCE.
     """
     if kernel in (CPU, PORTABLE):
         return 0.0
@@ -232,10 +213,10 @@ def check_kernel(
     for step, pack in packs.items():
         inputs = _inputs(pack, device, dtype, heads, kv_heads, head_dim)
         results = zip(_NAMES, _results(kernel, inputs, pack), _results(PORTABLE, inputs, pack), strict=True)
-        # One after the other: backward is not called with a wrong log-sum-exp.
+        # Results are computed one by one: backward never runs with a wrong log-sum-exp.
         for name, actual, expected in results:
             error = _error(actual, expected)
-            if not error <= TOLERANCE:  # also when it is not a number
+            if not error <= TOLERANCE:  # also if NaN
                 raise UnsupportedFeatureError(
                     f"attention kernel {kernel.name} of torch {torch.__version__} is wrong on {_name(device)}: {name} "
                     f"of a pack {step} is off by {error:.3g} of its norm, {TOLERANCE} is allowed (heads "
@@ -248,7 +229,7 @@ def check_kernel(
 
 
 def _results(kernel: Kernel, inputs: list[Tensor], pack: Pack) -> Iterator[Tensor]:
-    """Yield what `_NAMES` says. Backward gets a log-sum-exp over more keys than the pack's, as in a ring."""
+    """Yield what `_NAMES` lists. Backward gets a log-sum-exp over more keys than the pack's, as in a ring."""
     grad, query, key, value = inputs
     scale = query.shape[-1] ** -0.5
     out, lse = kernel.forward(query, key, value, pack, scale)
@@ -258,7 +239,6 @@ def _results(kernel: Kernel, inputs: list[Tensor], pack: Pack) -> Iterator[Tenso
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
-    """Return the relative error in norm."""
     if actual.shape != expected.shape:
         return torch.inf
     return float((actual.float() - expected.float()).norm() / expected.float().norm())

@@ -1,7 +1,7 @@
-"""One rectangle of attention on the CPU: torch's own flash kernel, forward and backward.
+"""One rectangle of attention on the CPU, by torch's flash kernel, forward and backward.
 
-It knows causal squares and additive masks. Rows that see ranges of keys are computed in blocks, each with two calls:
-one for the keys that all its rows see, and one with a mask for those that some see.
+The kernel knows causal squares and additive masks. Rows that see ranges of keys are computed in blocks: one call for
+the keys that all rows of a block see, and calls with a mask for those that only some see.
 
 Shapes: T tokens (rows or columns), H heads, D channels of a head, B batch of one.
 """
@@ -18,7 +18,7 @@ from megatron.dynamic_cp.attention.kernels.merging import for_weights, merged
 from megatron.dynamic_cp.attention.packs import RowBlock, SeenKeys, dense_heads
 
 BLOCK_ROWS = 256
-"""Rows that are computed together where each sees keys of its own."""
+"""Rows computed together where each sees keys of its own."""
 MASKED_COLUMNS = 4096
 """Keys of the largest mask: with `BLOCK_ROWS` 4 MiB in float32."""
 
@@ -26,11 +26,7 @@ MASKED_COLUMNS = 4096
 def forward(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, causal: bool, scale: float, seen: SeenKeys | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (out_THD in q's dtype, lse_HT float32) of softmax(scale q k^T) v.
-
-    Args:
-        seen: what each row sees; None: all keys, or with `causal` those up to its own.
-    """
+    """Return (out_THD in q's dtype, lse_HT float32) of softmax(scale q k^T) v; `seen` None: all keys, or causal."""
     if seen is None:
         return _forward(q_THD, k_THD, v_THD, None, causal=causal, scale=scale)
     out_THD = torch.zeros_like(q_THD)
@@ -94,7 +90,7 @@ def _forward_seen(
 
 
 def _calls(seen: SeenKeys, block: RowBlock) -> Iterator[tuple[tuple[slice, ...], Tensor | None]]:
-    """Yield columns that a block of rows meets in one call, and which each row sees of them, None: all."""
+    """Yield the columns that a block of rows meets in one call, and which of them each row sees, None: all."""
     if block.seen_by_all:
         yield block.seen_by_all, None
     for columns in _at_most(MASKED_COLUMNS, block.seen_by_some):
@@ -103,12 +99,11 @@ def _calls(seen: SeenKeys, block: RowBlock) -> Iterator[tuple[tuple[slice, ...],
 
 
 def _added(sees: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return the mask as torch adds it to the scores: 0 where a key is seen, else -inf."""
+    """Return the mask that torch adds to the scores: 0 where a key is seen, else -inf."""
     return None if sees is None else torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf)
 
 
 def _at_most(most: int, columns: tuple[slice, ...]) -> Iterator[tuple[slice, ...]]:
-    """Yield the columns again, in portions of `most` and a rest."""
     portion: list[slice] = []
     room = most
     for run in columns:
@@ -166,5 +161,5 @@ def _backward(
 
 
 def _as_BHTD(x_THD: Tensor) -> Tensor:
-    """Return the tensor as torch's kernel takes it, which reads the width of a head as one piece and asks nobody."""
+    """Return the tensor with dense heads, which torch's kernel assumes without checking."""
     return dense_heads(x_THD).transpose(0, 1)[None]

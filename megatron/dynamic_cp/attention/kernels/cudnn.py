@@ -1,11 +1,9 @@
 """A whole pack in one launch of cuDNN's fused attention, through torch (Hopper; what TransformerEngine uses there).
 
-torch before 2.14 is refused: its backward pass for packs confuses the head width with the length of the longest
-sequence and writes outside its buffers (pytorch/pytorch#186142), and older versions build a new cuDNN plan on every
-call.
-
-cuDNN plans are cached by the shape of a call. The longest lengths are therefore rounded up to powers of two: a few
-plans serve all packs. Values that flash kernels leave undefined are treated as undefined here, too.
+torch before 2.14 is refused: its backward for packs confuses the head width with the longest length and writes outside
+its buffers (pytorch/pytorch#186142), and older versions build a new cuDNN plan on every call. Plans are cached by the
+shape of a call, so longest lengths are rounded up to powers of two. Values that flash kernels leave undefined are
+treated as undefined here, too.
 
 Shapes: T tokens (rows or columns), H heads, D channels of a head.
 """
@@ -78,7 +76,7 @@ def backward(
 
 
 def rounded_up(length: int) -> int:
-    """Return the power of two, 128 at least, that stands for `length` in a plan."""
+    """Return `length` rounded up to a power of two, at least 128, so that few cuDNN plans serve all packs."""
     return max(_SMALLEST_LENGTH, 1 << (length - 1).bit_length())
 
 
@@ -101,6 +99,5 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
 
 
 def torch_version() -> tuple[int, int]:
-    """Return torch's (major, minor)."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)

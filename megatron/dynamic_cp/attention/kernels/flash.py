@@ -1,15 +1,10 @@
 """A whole pack in one launch of the FlashAttention-2 kernels that torch ships (A100, H100 and newer).
 
-`aten::_flash_attention_forward/_backward` with boundaries are what `torch.nn.attention.varlen.varlen_attn` calls. That
-function hides the log-sum-exp from its backward pass, and a ring needs it there: each step's backward takes the final
-output and log-sum-exp of the rows, over all steps.
-
-What the kernels leave undefined (from torch's flash_api.cpp, 2.7 to 2.13), and how we avoid it:
-- gradients of keys that no sequence covers are uninitialised memory: a pack covers all the tensors it is called with;
-- with a longest query of 1 and grouped heads the forward pass takes another path with another layout of the
-  log-sum-exp: the longest query is given as at least 2, because an upper bound is enough;
-- before torch 2.7 the log-sum-exp came padded, [num_sequences, heads, longest]: refused.
-
+`torch.nn.attention.varlen.varlen_attn` calls the same operators but hides the log-sum-exp from its backward, where a
+ring needs it. What the kernels leave undefined (torch's flash_api.cpp, 2.7 to 2.13) is avoided: gradients of keys that
+no sequence covers are uninitialised, so a pack covers its whole tensors; a longest query of 1 with grouped heads
+changes the layout of the log-sum-exp, so at least 2 is given, as an upper bound is enough; torch before 2.7, which pads
+the log-sum-exp to [num_sequences, heads, longest], is refused.
 Shapes: T tokens (rows or columns), H heads, D channels of a head.
 """
 
@@ -89,7 +84,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"needs compute capability {MIN_CAPABILITY}, the device has {capability}"
-    # Renamed with the update that also made the log-sum-exp unpadded.
+    # The update that removed the padding of the log-sum-exp also renamed this result.
     if torch.ops.aten._flash_attention_forward.default._schema.returns[2].name != "rng_state":
         return f"needs torch 2.7, this is {torch.__version__}, which pads the log-sum-exp of packs"
     return None

@@ -1,8 +1,6 @@
-"""Adds the result of a part of the keys to the sums of other parts: on a GPU in one pass, by a Triton program.
+"""Adds the result of one part of the keys to the sums of other parts; on a GPU, one Triton program does it in one pass.
 
-What parts of a row's keys need to know of each other is the log-sum-exp. That of no key is -inf.
-
-Shapes: T rows, H heads, D channels of a head.
+All that two parts need of each other is the log-sum-exp; that of no key is -inf. Shapes: T rows, H heads, D channels.
 """
 
 from __future__ import annotations
@@ -14,17 +12,16 @@ from megatron.dynamic_cp.attention.kernels.ranged import MIN_CAPABILITY, has_tri
 from megatron.dynamic_cp.attention.packs import dense_heads
 
 SUM_DTYPE = torch.float32
-"""Of what is added up over parts."""
+"""Dtype of sums over parts."""
 
 
 _PROGRAM_ELEMENTS = 4096
-"""Of the output that one program merges."""
+"""Output elements that one program merges."""
 
 
 def merged(out_THD: Tensor, lse_HT: Tensor, other_THD: Tensor, other_HT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out and log-sum-exp over the keys of both, in SUM_DTYPE; overwrites both outputs if they are so already.
-
-    Rows without a key in both keep the output 0 and the log-sum-exp -inf.
+    """Return output and log-sum-exp over the keys of both, in SUM_DTYPE; overwrites outputs that have this dtype
+    already. Rows that see no key keep output 0 and log-sum-exp -inf.
     """
     lse_HT, other_HT = lse_HT.to(SUM_DTYPE), other_HT.to(SUM_DTYPE)
     both_HT = torch.logaddexp(lse_HT, other_HT)
@@ -35,15 +32,12 @@ def merged(out_THD: Tensor, lse_HT: Tensor, other_THD: Tensor, other_HT: Tensor)
 
 
 def for_weights(lse_HT: Tensor) -> Tensor:
-    """Return the log-sum-exp with which exp(score - it) is 0 for rows without a key, and not no number."""
+    """Return `lse_HT` with +inf for -inf: exp(score - lse) is then 0, not NaN, for rows without a key."""
     return lse_HT.masked_fill(lse_HT == -torch.inf, torch.inf)
 
 
 def merge_into(out_THD: Tensor, lse_HT: Tensor, rows: Tensor | None, other_THD: Tensor, other_HT: Tensor) -> None:
-    """Add another part's result for `rows` (None: all) to sums in SUM_DTYPE, in place.
-
-    Where Triton is, one program reads and writes everything once.
-    """
+    """Add another part's result for `rows` (None: all) to sums in SUM_DTYPE, in place; by Triton if it is there."""
     if _has_program(out_THD):
         _merge_by_program(out_THD, lse_HT, rows, other_THD, other_HT)
         return

@@ -1,7 +1,7 @@
-"""One rectangle of attention block by block with matrix products: any device, any dtype, memory linear in the length.
+"""One rectangle of attention block by block with matrix products: any device and dtype, memory linear in the length.
 
-For float32 on CUDA, where torch has no kernel that returns log-sum-exp with a pack of sequences, and for heads that no
-kernel takes. Several times slower than a flash kernel.
+For float32 on CUDA, where no kernel of torch returns the log-sum-exp of packs, and for heads that no kernel takes.
+Several times slower than a flash kernel.
 
 Shapes: T tokens (rows or columns), H heads, D channels of a head; G KV heads that serve R heads each, S columns.
 """
@@ -40,7 +40,7 @@ def _blocks_of_rows(
 def _scores_GRTS(
     q_THD: Tensor, k_THD: Tensor, rows: slice, columns: slice, *, causal: bool, scale: float, seen: SeenKeys | None
 ) -> Tensor:
-    """Return the float32 scores of a block, [kv_heads, heads per kv head, rows, columns], -inf where none is seen."""
+    """Return the float32 scores of a block, [kv_heads, heads per kv head, rows, columns], -inf where not seen."""
     kv_heads = k_THD.shape[1]
     q = q_THD[rows].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
     k = k_THD[columns].float().permute(1, 2, 0)
@@ -57,18 +57,14 @@ def _scores_GRTS(
 def forward(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, causal: bool, scale: float, seen: SeenKeys | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (out_THD in q's dtype, lse_HT float32) of softmax(scale q k^T) v.
-
-    Args:
-        seen: what each row sees; None: all keys, or with `causal` those up to its own.
-    """
+    """Return (out_THD in q's dtype, lse_HT float32) of softmax(scale q k^T) v; `seen` None: all keys, or causal."""
     kv_heads = k_THD.shape[1]
     out_THD = torch.empty_like(q_THD)
     lse_HT = q_THD.new_empty((q_THD.shape[1], len(q_THD)), dtype=torch.float32)
     for rows, blocks in _blocks_of_rows(len(q_THD), len(k_THD), causal, seen):
         num_rows = rows.stop - rows.start
         shape = (kv_heads, q_THD.shape[1] // kv_heads, num_rows)
-        # Not -inf: the difference of two of those is no number, where a row sees nothing.
+        # Not -inf: in rows that see nothing, -inf - -inf would be NaN.
         row_max = q_THD.new_full(shape, torch.finfo(torch.float32).min, dtype=torch.float32)
         row_sum = torch.zeros_like(row_max)
         total = q_THD.new_zeros((*shape, v_THD.shape[2]), dtype=torch.float32)

@@ -1,15 +1,10 @@
 """Any pack in one launch forward and two backward, by Triton programs that skip the tiles that no row sees.
 
-For packs whose rows see ranges of keys, which no kernel of torch computes. Triton comes with torch's CUDA wheels. A
-launch for the whole pack goes through the tiles of queries against keys that the pack touches:
-
-    rows of a tile -> the tiles of columns that some of them see      forward, gradient of the queries
-    columns of a tile -> the tiles of rows of which some see them     gradient of keys and values
-
-First come the full ones, of which every row sees every column: there a program compares nothing. Tiles that touch the
-most come first, so that none of them is left at the end of a launch. They are found on the host, once per micro-batch;
-no tile crosses the boundary of a sequence.
-
+For packs whose rows see ranges of keys, which no kernel of torch computes. Forward and the gradient of the queries go
+through the tiles of columns that some row of a tile sees; the gradient of keys and values through the tiles of rows
+that see some column of a tile. Full tiles, where every row sees every column, come first: there nothing is compared.
+Tiles that touch the most others are launched first, so none is left at the end. The host finds them once per
+micro-batch; none crosses the boundary of a sequence.
 Shapes: T tokens (rows or columns), H heads, D channels of a head.
 """
 
@@ -38,10 +33,8 @@ _LOG2_E = 1.4426950408889634
 
 
 class Touched(NamedTuple):
-    """Tiles that are touched by each of some others, as CSR, int32 on the device: those of tile t lie at starts[t].
-
-    Attributes:
-        full_ends: where the full ones of each tile end and those begin of which some rows see some columns.
+    """For each tile t, the tiles that it touches, as CSR (int32, on the device): from starts[t] the full ones, from
+    full_ends[t] to starts[t + 1] those of which some rows see some columns.
     """
 
     starts: Tensor
@@ -66,7 +59,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(pack: Pack, num_rows: int, num_columns: int, device: torch.device) -> Tiles:
-    """Return the tiles of `num_rows` x `num_columns` that a pack touches; kept with the pack."""
+    """Return the tiles of `num_rows` x `num_columns` that a pack touches; cached with the pack."""
     name = ("tiles", num_rows, num_columns)
     if name not in pack.kept:
         ranges = _ranges_of(pack)
@@ -99,7 +92,7 @@ def _ranges_of(pack: Pack) -> Ints:
 def _touched(
     ranges: Ints, row_seqlens: tuple[int, ...], column_seqlens: tuple[int, ...], num_rows: int, num_columns: int
 ) -> tuple[Any, ...]:
-    """Return the attributes of `Tiles` behind the ranges, `Touched` as three arrays."""
+    """Return the fields of `Tiles` after `ranges`, each `Touched` as three arrays."""
     of_rows, _ = _cut(row_seqlens, num_rows, column_seqlens)
     of_columns, first_column_tiles = _cut(column_seqlens, num_columns, column_seqlens)
     row_tile = np.repeat(np.arange(len(of_rows)), of_rows[:, 1] - of_rows[:, 0])
@@ -110,7 +103,7 @@ def _touched(
         spans = np.stack(
             (row_tile, first_column_tile + begin // num_columns, first_column_tile - (-end // num_columns)), axis=1
         )[seen]
-        # Neighbouring rows mostly touch the same tiles.
+        # Neighbouring rows mostly touch the same tiles: repetitions go.
         spans = spans[np.append(True, (np.diff(spans, axis=0) != 0).any(1))[: len(spans)]]
         lengths = spans[:, 2] - spans[:, 1]
         ends = np.cumsum(lengths)
@@ -131,7 +124,7 @@ def _touched(
 def _are_full(
     ranges: Ints, of_rows: Int64s, of_columns: Int64s, rows: Int64s, columns: Int64s, num_columns: int
 ) -> NDArray[np.bool_]:
-    """Return whether all rows of each touched tile see all its columns in the same one of their two ranges."""
+    """Return, for each touched pair of tiles, whether all rows see all columns in the same one of their two ranges."""
     first = of_columns[columns, 0] - of_rows[rows, 2]
     last = of_columns[columns, 1] - of_rows[rows, 2]
     whole = last - first == num_columns
@@ -144,12 +137,11 @@ def _are_full(
 
 
 def _heaviest_first(tiles: Int64s, number: int) -> Int64s:
-    """Return the tiles by how many others they touch."""
     return np.argsort(-np.bincount(tiles, minlength=number), kind="stable")
 
 
 def _lists(tiles: Int64s, others: Int64s, full: NDArray[np.bool_], number: int) -> tuple[NDArray[np.integer], ...]:
-    """Return `Touched` of each of the `number` tiles: the full ones first, each part in ascending order."""
+    """Return the arrays of `Touched` for `number` tiles, both parts of each list in ascending order."""
     starts = boundaries(np.bincount(tiles, minlength=number).tolist())
     full_ends = starts[:-1] + np.bincount(tiles[full], minlength=number)
     return starts, full_ends, others[np.lexsort((others, ~full, tiles))]
@@ -167,7 +159,7 @@ def _cut(seqlens: tuple[int, ...], size: int, column_seqlens: tuple[int, ...]) -
 
 
 class Cut(NamedTuple):
-    """How a program cuts tensors into tiles, and how it is compiled."""
+    """The tile sizes of a program, and how it is compiled."""
 
     rows: int
     columns: int
@@ -180,16 +172,16 @@ CUTS = {
     "backward_of_rows": {64: Cut(64, 64, 4, 2), 128: Cut(64, 64, 4, 3), 256: Cut(64, 32, 4, 1)},
     "backward_of_columns": {64: Cut(128, 64, 4, 2), 128: Cut(64, 64, 4, 2), 256: Cut(64, 64, 8, 1)},
 }
-"""Of types of two bytes, by program and padded head width, where a program has 227 KiB of shared memory: the fastest of
-some that were timed on an H200 on causal data of 16,384 tokens (docs/LOG.md)."""
+"""By program and padded head width, for dtypes of two bytes and 227 KiB of shared memory: the fastest of those timed on
+an H200 with causal packs of 16,384 tokens (docs/LOG.md)."""
 SMALL_CUTS = {
     "forward": {64: Cut(128, 64, 8, 3), 128: Cut(128, 64, 8, 2), 256: Cut(64, 64, 8, 1)},
     "backward_of_rows": {64: Cut(64, 64, 4, 2), 128: Cut(64, 64, 4, 3), 256: Cut(32, 32, 8, 1)},
     "backward_of_columns": {64: Cut(128, 64, 8, 1), 128: Cut(64, 64, 8, 1), 256: Cut(32, 32, 8, 1)},
 }
-"""For 99 KiB, which every device has: chosen by what the compiler says, not timed."""
+"""For 99 KiB of shared memory, which every device has: chosen by what the compiler reports, not timed."""
 LARGE_CAPABILITIES = (9, 10)
-"""Major compute capabilities whose programs have 227 KiB: H100, B200. A100 has 163, others 99."""
+"""Major compute capabilities with 227 KiB of shared memory: H100, B200. A100 has 163 KiB, others 99."""
 
 
 def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
@@ -225,12 +217,7 @@ def backward(
 
 
 def _launch(program: str, pack: Pack, tensors: Sequence[Tensor], scale: float, strided: Sequence[Tensor]) -> None:
-    """Run a program for each head of each tile of rows, or of columns.
-
-    Args:
-        tensors: of the program, in its order; the first two are queries and keys.
-        strided: those whose strides it takes.
-    """
+    """Run a program per head and tile; `tensors` in its order, queries and keys first; it has strides of `strided`."""
     from megatron.dynamic_cp.attention.kernels import triton_programs as programs
 
     q_THD, k_THD, *_ = tensors
@@ -252,7 +239,7 @@ def _launch(program: str, pack: Pack, tensors: Sequence[Tensor], scale: float, s
 
 
 def padded_dim(head_dim: int) -> int:
-    """Return the width of a head as products of tiles need it."""
+    """Return the head width as products of tiles need it: a power of two, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
@@ -268,7 +255,7 @@ def cut_of(program: str, q_THD: Tensor, capability: tuple[int, int] | None = Non
 
 
 def constants_of(cut: Cut, q_THD: Tensor, k_THD: Tensor, num_heads: int) -> dict[str, int]:
-    """Return the constants of a program and how it is compiled; a launch has `num_heads` programs for each tile."""
+    """Return a program's constants and compiler options; a launch has `num_heads` programs for each tile."""
     return {
         "HEADS": num_heads,
         "GROUP": q_THD.shape[1] // k_THD.shape[1],
@@ -288,7 +275,7 @@ def has_triton() -> bool:
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton runs programs in Python, on the CPU: a way to test them."""
+    """Return whether Triton interprets its programs on the CPU, as tests do."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 

@@ -1,11 +1,9 @@
 """The Triton programs: attention of ranged packs (`ranged`), and the sum of two parts (`merging`).
 
-A program of `ranged` computes one tile of rows, or of columns, against the tiles that it touches. Scores are in powers
-of two, as exp2 is what the hardware has. A row sees at most two ranges of the columns of its rectangle; in full tiles
-it sees all of them, and nothing is compared. Sums are float32. Nothing is added by atomics: results are the same every
-time. Neighbouring programs are heads of one tile, which share keys and values in the cache.
-
-Import this module only where Triton is installed.
+An attention program computes one tile of rows, or of columns, against the tiles that it touches. Scores are in powers
+of two, because the hardware has exp2. A row sees at most two ranges of its rectangle's columns; in full tiles it sees
+all, and nothing is compared. Sums are float32 and never use atomics, so results repeat exactly. Neighbouring programs
+are heads of one tile, which share keys and values in the cache. Import this only where Triton is installed.
 """
 
 import triton
@@ -16,20 +14,19 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _place(HEADS: tl.constexpr):
-    """Return tile and head of this program."""
     return tl.program_id(0) // HEADS, (tl.program_id(0) % HEADS).to(tl.int64)
 
 
 @triton.jit
 def _numbers_of(tiles, tile, SIZE: tl.constexpr):
-    """Return rows (or columns) of a tile, which of them there are, and the first column of their rectangle."""
+    """Return a tile's rows (or columns), which of them exist, and the first column of their rectangle."""
     numbers = tl.load(tiles + 3 * tile) + tl.arange(0, SIZE)
     return numbers, numbers < tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
 
 
 @triton.jit
 def _load(tensor, numbers, there, stride, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ALL: tl.constexpr):
-    """Return rows of one head of a tensor, 0 where there are none; ALL: there are all of them."""
+    """Return rows of one head of a tensor, 0 where they do not exist; ALL: all of them exist."""
     dims = tl.arange(0, PADDED_DIM)
     at = tensor + numbers.to(tl.int64)[:, None] * stride + dims[None, :]
     if ALL and DIM == PADDED_DIM:
@@ -48,7 +45,7 @@ def _store(tensor, values, numbers, there, stride, DIM: tl.constexpr, PADDED_DIM
 
 @triton.jit
 def _load_ranges(ranges, rows, there):
-    """Return the two ranges of each row; rows that are not there see nothing."""
+    """Return both ranges of each row; rows that do not exist see nothing."""
     at = ranges + 4 * rows.to(tl.int64)
     begin, end = tl.load(at, mask=there, other=0), tl.load(at + 1, mask=there, other=0)
     return begin, end, tl.load(at + 2, mask=there, other=0), tl.load(at + 3, mask=there, other=0)
@@ -56,7 +53,7 @@ def _load_ranges(ranges, rows, there):
 
 @triton.jit
 def _scores(q, k, begin, end, second, last, columns, scale_log2, FULL: tl.constexpr):
-    """Return the scores of a tile, -inf where a row does not see a column; `columns` count from the rectangle's."""
+    """Return the scores of a tile, -inf where a column is not seen; `columns` count from the rectangle's first."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if not FULL:
         seen = (columns[None, :] >= begin[:, None]) & (columns[None, :] < end[:, None])
@@ -67,7 +64,7 @@ def _scores(q, k, begin, end, second, last, columns, scale_log2, FULL: tl.conste
 
 @triton.jit
 def _load_lse(lse, rows, there):
-    """Return log2-sum-exp2 by which the weight of rows that see nothing, or are not there, is 0."""
+    """Return log2-sum-exp2; it is +inf, so that weights are 0, for rows that see nothing or do not exist."""
     found = tl.load(lse + rows, mask=there, other=float("inf"))
     return tl.where(found == float("-inf"), float("inf"), found) * LOG2_E
 
@@ -97,7 +94,7 @@ def _attended(
     COLUMNS: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Return largest score, sum of weights and weighted values of rows, over more tiles of columns."""
+    """Return the rows' largest score, sum of weights and weighted values after more tiles of columns."""
     for index in range(first, last_index):
         columns, are, _ = _numbers_of(of_columns, tl.load(columns_of + index), COLUMNS)
         k = _load(k_ptr, columns, are, k_row, DIM, PADDED_DIM, FULL)
@@ -142,13 +139,13 @@ def forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Output and log-sum-exp of a tile of rows of one head."""
+    """Compute output and log-sum-exp of a tile of rows of one head."""
     tile, head = _place(HEADS)
     k_ptr, v_ptr = k_ptr + head // GROUP * k_head, v_ptr + head // GROUP * v_head
     rows, there, first_column = _numbers_of(of_rows, tile, ROWS)
     q = _load(q_ptr + head * q_head, rows, there, q_row, DIM, PADDED_DIM, False)
     begin, end, second, last = _load_ranges(ranges, rows, there)
-    # Not -inf: the difference of two of those is no number, where a row sees nothing.
+    # Not -inf: in rows that see nothing, -inf - -inf would be NaN.
     row_max = tl.full((ROWS,), -1.0e38, tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, PADDED_DIM), tl.float32)
@@ -211,7 +208,7 @@ def _row_gradient(
     COLUMNS: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Return the gradient of queries, without the scale, over more tiles of columns."""
+    """Return the gradient of queries, without the scale, after more tiles of columns."""
     for index in range(first, last_index):
         columns, are, _ = _numbers_of(of_columns, tl.load(columns_of + index), COLUMNS)
         k = _load(k_ptr, columns, are, k_row, DIM, PADDED_DIM, FULL)
@@ -261,7 +258,7 @@ def backward_of_rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Gradient of a tile of queries of one head; and delta, the products of outputs with their gradients."""
+    """Compute the gradient of a tile of queries of one head, and delta, the products of outputs and gradients."""
     tile, head = _place(HEADS)
     k_ptr, v_ptr = k_ptr + head // GROUP * k_head, v_ptr + head // GROUP * v_head
     rows, there, first_column = _numbers_of(of_rows, tile, ROWS)
@@ -331,7 +328,7 @@ def _column_gradients(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Return the gradients of keys, without the scale, and values, over more tiles of rows and all heads of a group."""
+    """Return the gradients of keys, without the scale, and values after more tiles of rows and all heads of a group."""
     for index in range(GROUP * first, GROUP * last_index):
         rows, there, _ = _numbers_of(of_rows, tl.load(rows_of + index // GROUP), ROWS)
         begin, end, second, last = _load_ranges(ranges, rows, there)
@@ -384,7 +381,7 @@ def backward_of_columns(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Gradients of a tile of keys and values of one head, from all query heads that share it."""
+    """Compute the gradients of a tile of keys and values of one head, from all query heads that share it."""
     tile, kv_head = _place(HEADS)
     first_head = kv_head * GROUP
     columns, are, first_column = _numbers_of(of_columns, tile, COLUMNS)
@@ -443,7 +440,7 @@ def merge(
     PADDED_DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Merge rows of one head: out and lse float32, overwritten where `numbers` says, or row by row."""
+    """Merge rows of one head into out and lse (float32): into rows `numbers`, or without them row by row."""
     head = tl.program_id(1).to(tl.int64)
     others = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = others < num_others
@@ -456,7 +453,7 @@ def merge(
     other_at = other_ptr + head * other_head + others.to(tl.int64)[:, None] * other_row + dims[None, :]
     lse = tl.load(lse_ptr + head * num_rows + rows, mask=there, other=float("-inf"))
     other_lse = tl.load(other_lse_ptr + head * num_others + others, mask=there, other=float("-inf"))
-    largest = tl.maximum(tl.maximum(lse, other_lse), -1.0e38)  # -inf - -inf is no number
+    largest = tl.maximum(tl.maximum(lse, other_lse), -1.0e38)  # -inf - -inf would be NaN
     weight, other_weight = tl.exp(lse - largest), tl.exp(other_lse - largest)
     both = weight + other_weight
     some = tl.where(both > 0.0, both, 1.0)

@@ -1,13 +1,9 @@
 """Placed attention: a lane computes the tiles that its programme names, with rows and columns that it holds or fetches.
 
-A lane works on its own tokens and, behind them, on buffers for what it fetches: the queries of rows, the keys and
-values of columns. Rows are summed up where they are computed, in float32; then the lane that holds them adds up what
-comes back, with log-sum-exp. Backward runs the same programme: rows bring output, log-sum-exp and the gradient of the
-output as well, and gradients of rows and of columns are given back.
-
-Every transfer belongs to a round. A round has one message for each other lane, so that its order is the same on both
-sides; what is fetched for later divisions travels while this one is computed.
-
+A lane works on its own tokens and, behind them, on buffers for fetched queries of rows, keys and values of columns.
+Rows are summed in float32 where they are computed; the lane that holds them merges what comes back by log-sum-exp.
+Backward runs the same programme, and gradients of rows and columns are given back. Every transfer belongs to a round
+with one message per other lane, so both sides have the same order. What later divisions need travels meanwhile.
 Shapes: T tokens that a lane holds, S those and what it fetches, H heads, D channels of a head, 2 keys and values.
 """
 
@@ -32,28 +28,27 @@ from megatron.dynamic_cp.measuring.nvtx import span
 
 
 class Blocks(ShardExecutor):
-    """The programme of this lane as an `executor.Executor`: q, k and v stay what the lane holds."""
+    """This lane's programme as an `executor.Executor`; q, k and v stay what the lane holds."""
 
     grows_with_group = True
 
     @staticmethod
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
-        # A shift makes the group; lanes of two nodes connect at the first message that they have.
+        # The shift creates the group; lanes of two nodes connect at their first message.
         return (("shift", params.cp_group), ("messages", params.cp_group))
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the lane's queries, and keys and values as kv_2THD."""
+        """Return the lane's queries, and its keys and values as kv_2THD."""
         return q_THD, torch.stack((k_THD, v_THD))
 
     def attend(self, sums: RowSums, kv_2THD: Tensor) -> None:
-        """Add up over all tiles of this lane, and over what other lanes computed for its rows."""
+        """Add up all tiles of this lane, and what other lanes computed for its rows."""
         packs = placed_packs(self._params, kv_2THD.device)
         one = ForwardPass(sums, kv_2THD, packs)
         run(one, packs, self._params)
         sums.take(one.sums)
 
     def attend_backward(self, rows: RowGradients, kv_2THD: Tensor) -> Tensor:
-        """Return the gradient of this lane's kv_2THD."""
         packs = placed_packs(self._params, kv_2THD.device)
         one = BackwardPass(rows, kv_2THD, packs)
         run(one, packs, self._params)
@@ -65,39 +60,36 @@ class Blocks(ShardExecutor):
 
 
 def placed_packs(params: DynamicPackedSeqParams, device: torch.device) -> PlacedPacks:
-    """Return the lane's programme with its tensors; made by the first layer with a mask that asks."""
+    """Return the lane's programme with its tensors, made by the first layer with this mask."""
     packs: PlacedPacks = params.once("placed", lambda: params.placed.packs(device, params.mask))
     return packs
 
 
 class _Pass(Protocol):
-    """One direction of one layer. Tensors have the tokens that the lane works with as their first dimension.
-
-    Attributes:
-        fetched: (tensors of rows, tensors of columns) that travel: lanes that send read them, lanes that fetch write
-            them.
+    """One direction of one layer, on tensors over all tokens that the lane works with. `fetched` holds the row and the
+    column tensors that travel: sending lanes read them, fetching lanes write them.
     """
 
     fetched: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
     def clear(self, one: Message) -> None:
-        """Set the sums of fetched tokens to 0: their buffers held other tokens before."""
+        """Zero the sums of fetched tokens: their buffers held other tokens before."""
 
     def given_back(self, one: Message) -> list[Tensor]:
-        """Return the sums that are given back, in the dtypes in which they travel."""
+        """Return the sums that go back, in the dtypes in which they travel."""
 
     def to_come_back(self, one: Message) -> list[Expected]:
         """Return shapes and dtypes of another lane's `given_back`."""
 
     def add(self, one: Message, came: Sequence[Tensor], *, is_collected: bool) -> None:
-        """Add sums that came back; `is_collected`: from the node."""
+        """Add sums that came back; `is_collected`: from a lane of this node."""
 
     def attend(self, pack: Pack) -> None:
         """Add the rectangles of a pack."""
 
 
 class Fetched(NamedTuple):
-    """What a forward pass fetched and its backward pass needs, too: queries [S, heads, dim], kv_2SHD."""
+    """Tensors that a forward pass fetched and its backward pass reuses: queries [S, heads, dim], kv_2SHD."""
 
     queries: Tensor
     kv_2SHD: Tensor
@@ -134,20 +126,18 @@ class ForwardPass:
 
     @property
     def kept(self) -> Fetched:
-        """What the backward pass of the same layer needs, without sums."""
+        """What the backward pass of the same layer can reuse."""
         return Fetched(self.sums.queries, self._kv_2SHD)
 
 
 class BackwardPass:
     """Gradients of all rows and columns that the lane works with.
 
-    `fetched` are gradients of outputs, queries, outputs and log-sum-exp of rows, and keys and values of columns; with
-    `kept` neither queries nor columns.
-
     Args:
-        keeps_apart: gradients of columns that neighbours give back are added to a sum of their own. They may arrive
-            while later divisions use the column; added apart, they are always added in the same order.
-        kept: by a forward pass of the same programme, just run: it is not fetched again.
+        keeps_apart: add what neighbours give back for columns to a sum of its own. It may arrive while later divisions
+            use the column; this way the order of additions never changes.
+        kept: queries, keys and values that a forward pass of the same programme has just fetched; None: they travel,
+            too.
     """
 
     def __init__(
@@ -204,11 +194,7 @@ class BackwardPass:
 
 
 def run(one: _Pass, packs: PlacedPacks, params: DynamicPackedSeqParams) -> None:
-    """Run a programme in one direction; every lane of the bucket must do so at once.
-
-    Raises:
-        ExchangeError: another lane failed or does not answer.
-    """
+    """Run a programme in one direction, at once on all lanes of the bucket; ExchangeError if another lane failed."""
     rounds = Rounds(one, packs.rounds, params)
     num_divisions = len(packs.divisions)
     rounds.begin(ACROSS, 0)
@@ -223,7 +209,7 @@ def run(one: _Pass, packs: PlacedPacks, params: DynamicPackedSeqParams) -> None:
             rounds.finish(INSIDE, division)
             for pack in computed:
                 one.attend(pack)
-            # What the division before gave back has travelled meanwhile.
+            # Meanwhile the sums of the previous division have travelled back.
             rounds.give_back(division - 1)
             rounds.finish(DELIVER, division - 2)
             rounds.begin(COLLECT, division)
@@ -233,10 +219,8 @@ def run(one: _Pass, packs: PlacedPacks, params: DynamicPackedSeqParams) -> None:
 
 
 class Rounds:
-    """The transfers of a pass; rounds without messages of this lane are none.
-
-    Args:
-        tag_of: (round, division) -> the tag of its messages; by default they come in the order of their sending.
+    """The transfers of a pass; rounds without messages of this lane are skipped. `tag_of` maps (round, division) to the
+    tag of its messages; by default messages come in the order of sending.
     """
 
     def __init__(
@@ -250,7 +234,7 @@ class Rounds:
         self._pending: dict[tuple[int, int], LaneMessages] = {}
 
     def begin(self, which: int, division: int) -> None:
-        """Send what other lanes get in a round."""
+        """Send a round's messages to other lanes, and post the receives."""
         found = self._rounds.get((division, which))
         if found is None:
             return
@@ -264,7 +248,7 @@ class Rounds:
         self._pending[division, which] = LaneMessages(sends, receives, self._params, self._tag_of(which, division))
 
     def finish(self, which: int, division: int) -> LaneMessages | None:
-        """Wait for a round, and put what it brought where it belongs; return the messages, which the device reads."""
+        """Wait for a round and store or add what it brought; return its messages, which the device still reads."""
         pending = self._pending.pop((division, which), None)
         if pending is None:
             return None
@@ -278,26 +262,22 @@ class Rounds:
         return pending
 
     def give_back(self, division: int) -> None:
-        """Add up what lanes of the node give back, and hand on what goes to other nodes."""
+        """Add what lanes of the node gave back, then send on what goes to other nodes."""
         self.finish(COLLECT, division)
         self.begin(DELIVER, division)
 
     def _fetched(self, one: Message) -> list[Tensor]:
-        """Return the tensors that another lane fetches."""
         return [buffer.index_select(0, tokens) for buffer, tokens in self._buffers(one)]
 
     def _buffers(self, one: Message) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors that are fetched, each with the tokens that travel."""
         rows, columns = self._pass.fetched
         return [*((buffer, one.rows) for buffer in rows), *((buffer, one.columns) for buffer in columns)]
 
     def _to_be_fetched(self, one: Message) -> list[Expected]:
-        """Return shapes and dtypes of another lane's `_fetched`."""
         return [Expected((len(tokens), *buffer.shape[1:]), buffer.dtype) for buffer, tokens in self._buffers(one)]
 
 
 def _with_room(tensor: Tensor, tokens: int, dim: int = 0) -> Tensor:
-    """Return a copy of `tensor` with room for `tokens` more."""
     shape = list(tensor.shape)
     shape[dim] += tokens
     larger = tensor.new_zeros(shape)

@@ -1,21 +1,16 @@
 """Ring attention over a pack (p2p): keys and values travel round the ring; attention hides the transfers.
 
-The ring is the whole CP group (p2p), the outer lanes (a2a+p2p, where heads were exchanged before) or this lane alone
-(a2a).
+The ring is the whole CP group (p2p), the outer lanes (a2a+p2p, after heads were exchanged) or this lane alone (a2a).
+Causal: rank r starts with its own KV, a causal square over its two chunks. With the KV of rank j < r, all queries see
+the first of j's two chunks; with j > r, the second half of the queries sees both. So every later step is half a square
+on every rank. Full: all queries see the KV of every rank but padding. Backward runs the ring again: the gradient of a
+rank's KV starts at its successor, collects one share per stop and arrives on the last shift.
 
-Causal: rank r starts with its own KV (a causal square over its two chunks). The KV of rank j then meets the queries of
-r: j < r: all queries see the first of j's two chunks; j > r: the second half of the queries sees both. So each step is
-half a square on every rank, and there are as many steps as lanes. Full: all queries see the KV of every rank, without
-what is padding; each step is a square. Backward runs the ring again; the gradient of a rank's KV starts at its
-successor, collects one share per stop and reaches its owner on the last shift.
-
-In a ring of latents (`LatentRing`) what multi-latent attention projects keys and values up from travels instead. Before
-a lane attends to another one's tokens it projects their latents up by itself, with its own copy of the weights. So each
-lane has a share of the gradient of these weights from the tokens of all lanes, and megatron-core's sum over lanes
-counts every one once. Backward projects up again: neither keys nor values of other lanes are kept.
+In a `LatentRing` the latents travel, and each lane projects them up with its own copy of the weights, again in
+backward: keys and values of other lanes are not kept. A lane's gradient of the weights has shares from all lanes'
+tokens, and megatron-core's sum over lanes counts each share once.
 
 Shapes: T local tokens, H heads, D channels of a head, C channels of a token, P projected ones, 2 keys and values.
-
 Source: Liu et al., Ring Attention (arXiv 2310.01889); zigzag split as in Megatron-Core and TransformerEngine;
 DeepSeek-V2 (arXiv 2405.04434), section 2.1, for the projections.
 """
@@ -39,7 +34,7 @@ from megatron.dynamic_cp.measuring.nvtx import span
 
 
 class Ring(KeyValueExecutor):
-    """The ring as an `executor.Executor`: q, k and v stay the lane's zigzag shards."""
+    """The ring as an `executor.Executor`; q, k and v stay the lane's zigzag shards."""
 
     stacked_dim = 0
     grows_with_group = False  # the same few shapes, once more for each lane
@@ -63,10 +58,7 @@ class Ring(KeyValueExecutor):
                     kv_2THD = shift.wait()
 
     def attend_backward(self, rows: RowGradients, kv_2THD: Tensor) -> Tensor:
-        """Return the gradient of this lane's kv_2THD.
-
-        The lanes' shares of it are added up in the model's dtype, as in TransformerEngine's ring.
-        """
+        """Return the gradient of kv_2THD; lanes' shares add up in the model's dtype, as in TransformerEngine's ring."""
         params = self._params
         size, rank = params.ring_size, params.ring_rank
         own_grad: Tensor | None = None
@@ -79,7 +71,7 @@ class Ring(KeyValueExecutor):
                 seen_2THD, grad_kv = self.keys_and_values(kv_2THD), None
                 for pack in ring_packs(params, (rank - step) % size, kv_2THD.device):
                     grad_kv = rows.attend(pack, seen_2THD, grad_kv)
-                if grad_kv is None:  # that lane holds padding alone, which nobody sees
+                if grad_kv is None:  # that lane holds only padding, which nobody sees
                     grad_kv = torch.zeros_like(seen_2THD)
                 grad_kv = self.gradient_of_sent(grad_kv, kv_2THD)
                 if own_grad is None:
@@ -98,7 +90,7 @@ class Ring(KeyValueExecutor):
         return own_grad
 
     def keys_and_values(self, sent: Tensor) -> Tensor:
-        """Return kv_2THD of a lane from what it sends round, here themselves or joined."""
+        """Return kv_2THD from what a lane sends: keys and values, stacked or joined."""
         return sent if sent.dim() == 4 else self.padded_apart(sent)
 
     def gradient_of_sent(self, grad_2THD: Tensor, sent: Tensor) -> Tensor:
@@ -112,7 +104,7 @@ def _start_shift(tensor: Tensor, params: DynamicPackedSeqParams, into: Tensor | 
 
 
 class LatentWidths(NamedTuple):
-    """Channels of a head: of queries and keys without and with rotation, and of values, at most as both together."""
+    """Channels of a head: of a key without and with rotation, and of values, at most as wide as a whole key."""
 
     content: int
     rotated: int
@@ -120,19 +112,18 @@ class LatentWidths(NamedTuple):
 
     @property
     def key(self) -> int:
-        """Of a whole key."""
+        """Channels of a whole key."""
         return self.content + self.rotated
 
     def sent(self, weight: Tensor) -> tuple[int, int]:
-        """Channels of a token that travel: of the latent, which `weight` projects up, and of the rotated key."""
+        """Return the channels of a token that travel: of its latent, and of its rotated key."""
         return weight.shape[1], self.rotated
 
 
 class UpProjection:
-    """Keys and values of the heads of a tensor-parallel rank from latents [T, latent and rotated key], and back.
-
-    Attributes:
-        grad_weight: float32 [heads * (content + value), latent], the sum over all calls of `gradient`; None: none yet.
+    """Projects latents [T, latent and rotated key] up to keys and values of a tensor-parallel rank's heads, and back.
+    `grad_weight`, float32 [heads * (content + value), latent], sums over all calls of `gradient`; None before the
+    first.
     """
 
     def __init__(self, weight: Tensor, widths: LatentWidths) -> None:
@@ -164,30 +155,23 @@ class UpProjection:
         return torch.cat((projected_TP @ self._weight, rotated_TC), dim=-1)
 
     def _parts(self, latents_TC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the latents and the rotated keys."""
         latent_TC, rotated_TC = latents_TC.split(self._widths.sent(self._weight), dim=-1)
         return latent_TC, rotated_TC
 
 
 class LatentRing(Ring):
-    """The ring of latents as an `executor.Executor`, for who has latents (`thd.attention_from_latents`).
-
-    Attributes:
-        up: how keys and values follow from them.
-    """
+    """The ring of latents as an `executor.Executor`, for `thd.attention_from_latents`; `up` projects them."""
 
     up: UpProjection
 
     def keys_and_values(self, sent: Tensor) -> Tensor:
-        """Return the keys and values that a lane's latents are projected up to."""
         return self.up.keys_and_values(sent)
 
     def gradient_of_sent(self, grad_2THD: Tensor, sent: Tensor) -> Tensor:
-        """Return the gradient of a lane's latents, and add up that of the projection."""
         return self.up.gradient(grad_2THD, sent)
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """Refuse keys and values, which plain attention brings."""
+        """Refuse keys and values: only `attention_from_latents` can run this ring."""
         raise UnsupportedFeatureError(
             f"the plan asks for {self._params.cp_comm_type} at {self._params.label}, and this attention brings keys "
             "and values instead of latents: only --multi-latent-attention has them; plan with --cp-comm-type p2p",

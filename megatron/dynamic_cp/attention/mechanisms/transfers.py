@@ -19,7 +19,7 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import span
 
 Transfer = Literal["shift", "gather", "all-to-all", "messages"]
-"""What connects a group: `RingShift`, `all_gather_tokens` (and its way back), `all_to_all_heads` or `LaneMessages`."""
+"""What connects a group: `RingShift`, `all_gather_tokens` (and its reverse), `all_to_all_heads` or `LaneMessages`."""
 
 
 class ExchangeError(RuntimeError):
@@ -28,7 +28,6 @@ class ExchangeError(RuntimeError):
 
 @contextlib.contextmanager
 def _failures_named(group: dist.ProcessGroup, params: DynamicPackedSeqParams) -> Iterator[None]:
-    """Raise what torch raises in the body as an ExchangeError that names the group and the place in the run."""
     try:
         yield
     except RuntimeError as error:
@@ -41,12 +40,10 @@ def _failures_named(group: dist.ProcessGroup, params: DynamicPackedSeqParams) ->
 class RingShift:
     """A transfer to the next lane of `group` and from the previous one; `wait()` returns the tensor received.
 
-    It runs beside what is computed until `wait()`: on gloo's threads, or on NCCL's own CUDA stream, which starts after
-    the work queued so far and which `wait()` makes the current stream wait for.
-
-    Args:
-        into: the buffer to receive into; queued work may still use it. torch frees the memory of a transfer's tensors
-            only when the device is done with it, and the host is far ahead of that.
+    It runs beside computation until `wait()`: on gloo's threads, or on NCCL's own CUDA stream, which starts after the
+    work queued so far and which `wait()` makes the current stream wait for. `into` is a buffer to receive into, which
+    queued work may still use. It saves memory: torch frees a transfer's tensors only when the device, far behind the
+    host, is done.
     """
 
     def __init__(
@@ -82,24 +79,23 @@ class Expected(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 _POSTING = threading.Lock()
-"""Messages are sent by the thread that computes and by that of `chains`: one at a time, and each is counted once."""
+"""The computing thread and that of `chains` send messages; the lock lets one at a time post and count them."""
 
 
 class LaneMessages:
     """One message to each of some members of a group and one from each of some; `wait()` returns those received.
 
-    A message is bytes, so that tensors of several dtypes travel at once. Runs beside what is computed, as `RingShift`.
+    A message is bytes, so tensors of several dtypes travel at once. It runs beside computation, as `RingShift`.
 
     Args:
         sends: (member of the CP group, tensors for it).
         receives: (member of the CP group, what it sends).
-        tag: the same on both sides. Messages of two ranks with one tag come in the order of their sending; others do so
-            with NCCL only, which knows no tags.
+        tag: equal on both sides. Messages of two ranks with one tag arrive in the order of sending; with several tags
+            only NCCL, which knows no tags, keeps that order.
     """
 
     def __init__(
@@ -112,7 +108,7 @@ class LaneMessages:
         group, self._params, device = params.cp_group, params, params.positions.device
         ranks = dist.get_process_group_ranks(group)
         self._receives = [expected for _, expected in receives]
-        # Those sent stay referenced until the transfer is done.
+        # Stay referenced until the transfer is done.
         self._sent = [torch.cat([_as_bytes(tensor) for tensor in tensors]) for _, tensors in sends]
         self._received = [
             torch.empty(sum(one.nbytes for one in expected), dtype=torch.uint8, device=device)
@@ -130,7 +126,6 @@ class LaneMessages:
             params.stats.bytes_sent += sum(sent.nbytes for sent in self._sent)
 
     def wait(self) -> list[list[Tensor]]:
-        """Return the tensors of each member of `receives`."""
         with _failures_named(self._params.cp_group, self._params):
             for work in self._pending:
                 work.wait()
@@ -149,7 +144,6 @@ def _from_bytes(content: Tensor, expected: Expected) -> Tensor:
 
 
 def _of_message(content: Tensor, expected: Sequence[Expected]) -> list[Tensor]:
-    """Return the tensors whose bytes are `content`."""
     parts = content.split([one.nbytes for one in expected])
     return [_from_bytes(part, one) for part, one in zip(parts, expected, strict=True)]
 
@@ -189,12 +183,9 @@ def all_to_all_heads(x_PTHD: Tensor, group: dist.ProcessGroup, params: DynamicPa
 def all_to_all_messages(
     messages: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Expected]], params: DynamicPackedSeqParams
 ) -> list[list[Tensor]]:
-    """Return the tensors that each lane of the CP group sends to this one, given those that it sends to each.
-
-    As `all_to_all_heads`, but messages are bytes, as those of `LaneMessages`, and may be of different lengths or empty.
-
-    Args:
-        expected: [lane] what comes from it.
+    """Return the tensors that each lane of the CP group sends to this one (`expected`), given those that it sends to
+    each. Like `all_to_all_heads`, but messages are bytes, as in `LaneMessages`, and may differ in length or be
+    empty.
     """
     group = params.cp_group
     sent = torch.cat([_as_bytes(tensor) for message in messages for tensor in message])

@@ -1,17 +1,12 @@
 """Core attention by TransformerEngine, through megatron-core's TEDotProductAttention, with a CP group per micro-batch.
 
-TransformerEngine keeps the group it was given last, and megatron-core 0.16.1 never takes it back: an evaluation or
-another part of the model would run on the group of the last micro-batch. Here every call sets group, ranks, stream and
-exchange and restores the previous values, even if it fails; a recomputed forward pass sets them again, and the backward
-pass uses what its own forward pass stored.
-
-For a causal mask TransformerEngine must get ONE tensor as all four cu_seqlens (padded boundaries), padding at the end
-of each sequence, and the longest padded length as max_seqlen. With anything else versions before 2.18 silently give
-wrong results, and later ones take a slow path.
-
+TransformerEngine keeps the group that it was given last, and megatron-core 0.16.1 never takes it back. Here every call
+sets group, ranks, stream and exchange, and restores the previous values even if it fails; backward uses what its
+forward stored. For a causal mask TransformerEngine must get ONE tensor as all four cu_seqlens (padded boundaries),
+padding at the end of each sequence, and the longest padded length as max_seqlen. With anything else versions before
+2.18 silently give wrong results, and later ones take a slow path. Import this only where TransformerEngine is
+installed.
 Shapes: T local tokens, P lanes that exchange heads, R rows of theirs, H heads, D channels of a head, 2 keys and values.
-
-Import this module only where TransformerEngine is installed.
 """
 
 from __future__ import annotations
@@ -106,7 +101,7 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
             )
         super().__init__(config, layer_number, attn_mask_type, attention_type, **kwargs)
         if TEDotProductAttention.cp_stream is None:
-            # megatron-core creates it at a static CP size above 1 only.
+            # megatron-core creates it only at a static CP size above 1.
             TEDotProductAttention.cp_stream = torch.cuda.Stream()
         self._built_with = (layer_number, attn_mask_type, attention_type, kwargs)
         self._te_version = str(get_te_version())
@@ -126,11 +121,9 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: DynamicPackedSeqParams | None = None,
     ) -> Tensor:
-        """Return the context [T, heads * dim] of shards query [T, heads, dim], key and value [T, kv_heads, dim].
-
-        Raises:
-            UnsupportedFeatureError: full attention, or samples with masks of their own; an exchange that the installed
-                version or its kernel lacks. Start-up finds them before.
+        """Return the context [T, heads * dim] of shards query [T, heads, dim], key and value [T, kv_heads, dim]. Raises
+        UnsupportedFeatureError: full attention, samples with masks of their own, or an exchange that the installed
+        version or its kernel lacks. Start-up finds them earlier.
         """
         params = DynamicPackedSeqParams.checked(packed_seq_params)
         if params.masked_samples is not None:
@@ -160,14 +153,10 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
 
     @property
     def implementation(self) -> str:
-        """What computes, for messages."""
         return f"TransformerEngine {self._te_version} with {self._kernel}"
 
     def _share_out_heads(self, query: Tensor, key: Tensor, value: Tensor, params: DynamicPackedSeqParams) -> Tensor:
-        """Exchange heads for rows ourselves; the outer lanes are a ring for TransformerEngine.
-
-        Boundaries are of whole sequences for every group size, so the outer ring has those of the micro-batch.
-        """
+        """Exchange heads ourselves; TransformerEngine runs the ring of outer lanes with whole sequences' boundaries."""
         exchange = HeadExchange(query.shape[1], key.shape[1], params, query.device)
         q_RHD, k_RHD, v_RHD = ScatterHeads.apply(query, key, value, exchange)
         module = self._with_heads(q_RHD.shape[1], k_RHD.shape[1])
@@ -179,7 +168,7 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         return GatherHeads.apply(out.unflatten(-1, (q_RHD.shape[1], -1)), exchange).flatten(1)
 
     def _with_heads(self, query_heads: int, kv_heads: int) -> TransformerEngineAttention:
-        """Return this attention for a lane's share of the heads; TransformerEngine checks their number."""
+        """Return this attention for a lane's share of the heads, whose number TransformerEngine checks."""
         module = self._shares_of_heads.get((query_heads, kv_heads))
         if module is None:
             config = copy.copy(self.config)
@@ -200,8 +189,8 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         ranks: list[int],
         exchange: CpCommType,
     ) -> Tensor:
-        # Without a group in it, so that megatron-core's module leaves the one that is set alone; it could not set the
-        # two groups of a2a+p2p, and would not put back what was there.
+        # Has no group, so that megatron-core's module keeps the one that is set: it could not set the two groups of
+        # a2a+p2p, nor restore the old ones.
         plain = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=params.cu_seqlens_q,
@@ -212,8 +201,8 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
             max_seqlen_kv=params.max_seqlen_kv,
         )
         if len(value) == 1:
-            # TransformerEngine compares strides of keys and values; those of a single row may be anything. Where these
-            # two have memory of their own, it takes queries for contiguous, too, whatever they are.
+            # TransformerEngine compares strides of keys and values; those of a single row may be anything. If these two
+            # own their memory, it also assumes that queries are contiguous.
             query, key, value = (x.clone(memory_format=torch.contiguous_format) for x in (query, key, value))
         with self._group_set(group, ranks, exchange):
             out: Tensor = super().forward(query, key, value, None, AttnMaskType.causal, packed_seq_params=plain)
@@ -231,7 +220,7 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
 
 
 def _count(query: Tensor, key: Tensor, out: Tensor, params: DynamicPackedSeqParams, cp_size: int, inner: int) -> None:
-    """Add up what TransformerEngine sends by the planner's formula: transfers inside it cannot be seen from here."""
+    """Count what TransformerEngine sends by the planner's formula: its transfers cannot be seen from here."""
     sent = sent_bytes(cp_size, inner, 2 * query.nbytes, 2 * key.nbytes, 1)
     params.stats.bytes_sent += round(sent.forward)
     if out.requires_grad:

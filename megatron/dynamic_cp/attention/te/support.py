@@ -1,14 +1,9 @@
 """What TransformerEngine can exchange for packed sequences (THD), by version and kernel: the only place that knows.
 
-    choose_layers(...)           TransformerEngine's layers or local ones, and why; refuses what the version lacks
-    choose_kernel(...)           with which kernel it computes attention of packs over a group of lanes on a device
-    provider(exchange, version, ...)  who does an exchange: TransformerEngine ("native"), or we around it ("wrapped")
-
-Without a kernel it raises at the first micro-batch on several lanes, and on one lane uses an attention with quadratic
-memory. Our wrapper shares out heads by all-to-all (`attention`), then calls TransformerEngine's attention with the
-local heads: in the ring of outer lanes for a2a+p2p, on whole sequences for a2a. It does so on versions and kernels that
-lack the exchange or are slow at it, and where the number of KV heads is not divisible by the lanes that share them,
-which TransformerEngine refuses.
+Without a kernel TransformerEngine raises at the first micro-batch on several lanes, and on one lane its memory is
+quadratic. Our wrapper (`attention`) shares out heads by all-to-all and calls TransformerEngine with the local heads: in
+the ring of outer lanes for a2a+p2p, on whole sequences for a2a. It serves versions and kernels that lack the exchange
+or are slow at it, and KV heads that the lanes do not divide, which TransformerEngine refuses.
 
 Source: in TransformerEngine 2.11 to 2.20 the filters of `get_attention_backend`, the assertions of
 `context_parallel.py`, and `nvte_get_fused_attn_backend` for cuDNN's compute capabilities; of flash-attn 2 the docstring
@@ -41,27 +36,27 @@ Kernel = Literal["cuDNN", "flash-attn 2", "flash-attn 3", "flash-attn 4"]
 FLASH_SINCE: Capability = (8, 0)
 FUSED_SINCE: Capability = (9, 0)
 NOT_FUSED: frozenset[Capability] = frozenset({(12, 0)})
-"""Of packed sequences: flash is the package flash-attn, fused is cuDNN."""
+"""Compute capabilities for packed sequences: flash is the package flash-attn, fused is cuDNN."""
 FLASH_4_OVER_LANES_SINCE = (2, 19)
 """First version of TransformerEngine that computes over a CP group with flash-attn 4."""
 
 NO_FLASH_ATTN = "no flash-attn that it accepts is installed (pip install flash-attn)"
 Release = tuple[int, int]
 OLDEST: Release = (2, 9)
-"""What megatron-core 0.16.1 asks for at least."""
+"""The oldest that megatron-core 0.16.1 accepts."""
 NEWEST: Release = (2, 20)
-"""Up to which tests go; setup.py asks for no newer one."""
+"""The newest that tests cover; setup.py asks for no newer one."""
 PERMITTED_SINCE: dict[CpCommType, Release] = {"p2p": OLDEST, "a2a": (2, 11), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
 """First version whose attention over a CP group does this exchange with packed sequences."""
 NATIVE_SINCE: dict[CpCommType, Release] = {**PERMITTED_SINCE, "a2a": (2, 18)}
-"""First version that we let do it. Until 2.17 a2a puts rows in order by a Python loop over sequences and lanes, which
-reads each boundary from the device: the host waits thousands of times a step. From 2.18 it is one kernel."""
+"""First version that we let do it. Until 2.17 a2a orders rows by a Python loop over sequences and lanes that reads each
+boundary from the device: the host waits thousands of times a step. From 2.18 it is one kernel."""
 NOT_SERVED: Mapping[Kernel | None, frozenset[CpCommType]] = MappingProxyType(
     {"flash-attn 2": frozenset({"all_gather"}), "flash-attn 4": frozenset({"a2a+p2p"})}
 )
-"""Exchanges that TransformerEngine does not do with a kernel. all_gather has to say apart where the keys of a sequence
-begin and how many a query sees; flash-attn 2 takes one number for both, TransformerEngine calls it all the same, and
-what comes out is wrong. For a2a+p2p it never takes flash-attn 4."""
+"""Exchanges that TransformerEngine does not do with a kernel. all_gather needs both the first key of a sequence and how
+many a query sees; flash-attn 2 takes one number for both, and is called all the same with wrong results. a2a+p2p
+never takes flash-attn 4."""
 WRAPPED: frozenset[CpCommType] = frozenset({"a2a", "a2a+p2p"})
 """Exchanges that our wrapper does around any version."""
 LACKS_MASKS = "TransformerEngine's attention, which this model has, computes the mask of its layers only"
@@ -69,12 +64,8 @@ Provider = Literal["native", "wrapped"]
 
 
 def choose_kernel(backend: str, capability: Capability, *, flash_attn: FlashAttn | None) -> tuple[Kernel | None, str]:
-    """Return (the kernel, ""), or (None, why there is none).
-
-    Args:
-        backend: --attention-backend; Megatron-LM also has "local".
-        capability: compute capability of the device.
-        flash_attn: see `installed_flash_attn`.
+    """Return (the kernel, ""), or (None, why there is none); `backend` is --attention-backend, or Megatron-LM's
+    "local". `capability` is the device's compute capability; `flash_attn` comes from `installed_flash_attn`.
     """
     device = f"the device has sm{capability[0]}{capability[1]}"
     if backend in ("unfused", "local"):
@@ -89,7 +80,7 @@ def choose_kernel(backend: str, capability: Capability, *, flash_attn: FlashAttn
         flash = NO_FLASH_ATTN
     if capability < FUSED_SINCE or capability in NOT_FUSED:
         fused = f"cuDNN needs sm90 or sm100, {device}"
-    if fused is None and backend != "flash":  # which it prefers where it has both
+    if fused is None and backend != "flash":  # preferred where both are there
         return "cuDNN", ""
     if flash is None and backend != "fused":
         return f"flash-attn {flash_attn}", ""  # type: ignore[return-value]
@@ -102,12 +93,7 @@ def choose_kernel(backend: str, capability: Capability, *, flash_attn: FlashAttn
 
 
 def installed_flash_attn(capability: Capability, release: tuple[int, int]) -> FlashAttn | None:
-    """Return which of the installed flash-attn TransformerEngine takes: by its own look at them, if it has one.
-
-    Args:
-        capability: compute capability of the device.
-        release: of TransformerEngine.
-    """
+    """Return which installed flash-attn this release of TransformerEngine takes on such a device, None: none."""
     try:
         utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
     except ImportError:
@@ -129,28 +115,20 @@ def release_of(version: str) -> Release:
 
 
 def shown(release: Release) -> str:
-    """Return a release as people write it."""
     return f"{release[0]}.{release[1]}"
 
 
 def untested() -> str:
-    """Return the words for a version above NEWEST."""
+    """Return how messages describe a version above NEWEST."""
     return f"newer than {shown(NEWEST)}, up to which tests go"
 
 
 def provider(
     exchange: CpCommType, version: str, kernel: Kernel | None, *, kv_heads: int, inner_cp_size: int
 ) -> Provider:
-    """Return who does an exchange.
-
-    Args:
-        version: of TransformerEngine.
-        kernel: that it computes with, see `choose_kernel`.
-        kv_heads: of a tensor-parallel rank.
-        inner_cp_size: lanes that share out heads, as in `dynamic_cp.types.Bucket`.
-
-    Raises:
-        UnsupportedFeatureError: neither TransformerEngine nor the wrapper can do it.
+    """Return who does an exchange: TransformerEngine or our wrapper. `version` and `kernel` are TransformerEngine's,
+    `kv_heads` those of a tensor-parallel rank; `inner_cp_size` lanes share out heads, as in
+    `dynamic_cp.types.Bucket`. Raises UnsupportedFeatureError: neither can do it.
     """
     is_old, is_served = release_of(version) < NATIVE_SINCE[exchange], exchange not in NOT_SERVED.get(kernel, ())
     if not is_old and is_served and kv_heads % inner_cp_size == 0:
@@ -181,13 +159,8 @@ def missing_exchanges(exchanges: Sequence[CpCommType], version: str, kernel: Ker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChoice:
-    """Which layers a run has.
-
-    Attributes:
-        impl: of the layers.
-        reason: why.
-        left_out: exchanges that --cp-comm-type auto does not choose from: this version or its kernel lacks them.
-        kernel: that TransformerEngine computes attention with.
+    """The layers of a run, and why; TransformerEngine's `kernel` for attention. `left_out` are exchanges that
+    --cp-comm-type auto does not choose from: this version or its kernel lacks them.
     """
 
     impl: TransformerImpl
@@ -196,20 +169,12 @@ class LayerChoice:
     kernel: Kernel | None = None
 
     def describe(self) -> str:
-        """Return one line for the log."""
         without = f"; the planner does without {', '.join(self.left_out)}" if self.left_out else ""
         kernel = f", attention by {self.kernel}" if self.kernel else ""
         return f"layers: {self.impl} ({self.reason}{kernel}){without}"
 
     def check_masks(self, samples: str) -> None:
-        """Refuse samples with masks of their own where TransformerEngine's attention would compute them.
-
-        Args:
-            samples: what to call them.
-
-        Raises:
-            UnsupportedFeatureError: it would.
-        """
+        """Raise UnsupportedFeatureError for samples with masks (named `samples`) if layers are TransformerEngine's."""
         if self.impl == "transformer_engine":
             raise UnsupportedFeatureError(
                 f"{samples} have masks of their own, and {LACKS_MASKS} ({self.reason}): use --transformer-impl local"
@@ -217,7 +182,7 @@ class LayerChoice:
 
 
 def why_no_masks(model: Iterable[torch.nn.Module]) -> str | None:
-    """Return why samples of a model must not bring masks of their own; None where they may."""
+    """Return why samples of a model must not bring masks of their own, None if they may."""
     names = (type(module).__name__ for chunk in model for module in chunk.modules())
     return LACKS_MASKS if "TransformerEngineAttention" in names else None
 
@@ -239,8 +204,8 @@ def choose_layers(
 
     Raises:
         UnsupportedFeatureError: TransformerEngine is asked for and cannot be used, or lacks the exchange that is asked
-            for; its layers recompute no norms; FP8 where they cannot be used, on a device without it, or in blocks that
-            it does not gather.
+            for; norms shall be recomputed, which its layers cannot; FP8 where its layers cannot be used, on a device
+            without it, or in blocks that it does not gather.
     """
     if needs.requested == "local":
         return LayerChoice(impl="local", reason="--transformer-impl local")
@@ -266,7 +231,7 @@ def choose_layers(
 
 
 def why_not_installed(capability: Capability | None, version: str | None, why_missing: str) -> str | None:
-    """Return why no layer of TransformerEngine runs here, whatever the model; None where some do."""
+    """Return why no layer of TransformerEngine runs here, whatever the model; None if some do."""
     if capability is None:
         return "TransformerEngine needs CUDA devices, this run trains on the CPU"
     if version is None:
@@ -277,7 +242,6 @@ def why_not_installed(capability: Capability | None, version: str | None, why_mi
 
 
 def _local_layers(needs: LayerNeeds, obstacle: str, version: str | None) -> LayerChoice:
-    """Return local layers, chosen because of an obstacle; refuse it where something needs TransformerEngine's."""
     if needs.requested is not None:
         raise UnsupportedFeatureError(
             f"--transformer-impl {needs.requested}: {obstacle}; change that (docs/GPU.md), or "
@@ -295,7 +259,6 @@ def _local_layers(needs: LayerNeeds, obstacle: str, version: str | None) -> Laye
 
 
 def _check_te_computes(needs: LayerNeeds, capability: Capability, version: str) -> None:
-    """Refuse what layers of TransformerEngine do not compute on this device."""
     if needs.fp8_recipe is not None:
         why = why_no_device(needs.fp8_recipe, capability)
         if needs.gathered_hidden_size is not None:
