@@ -70,9 +70,8 @@ def run(
 def run_anyway(
     measure: Callable[..., Any], num_ranks: int, ranks_per_node: int, rate: str, *args: Any, timeout_s: float = 540
 ) -> tuple[list[Any], bool]:
-    """Return [measure(rank, folder, *args, is_emulated)] of forked processes, and whether nodes were emulated.
-
-    Where they cannot be, it says why, and links are not throttled. A folder is for the ranks to meet in.
+    """Return [measure(rank, folder, *args, is_emulated)] of forked processes, and whether nodes were emulated. If they
+    cannot be, a message says why, and links are not throttled. The ranks meet in the folder.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:

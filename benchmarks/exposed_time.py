@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace) -> None:
     stream, num_samples = run.splits.train, options.samples
 
     def batches(block: int) -> Iterator[tuple[int, Any]]:
-        """Yield more than a block runs: its last step must look ahead like all others."""
+        """Yield more batches than a block runs, so that its last step looks ahead like all others."""
         for step in itertools.count(block * (options.block + 1)):
             yield step, stream.global_batch(step * num_samples, num_samples)
 
@@ -142,17 +142,17 @@ def replaying(run: Any, plans: list[Any], stream: Any) -> Any:
             self._values = iter(values)
 
         def on_arrival(self, listener: Any) -> None:
-            """Nobody needs to know."""
+            """Does nothing."""
 
         def request(self, step: int, samples: Any) -> None:
-            """It is there already."""
+            """Does nothing: the plan is already in memory."""
 
         def take(self, step: int | None = None) -> Any:
             """Return the next one."""
             return next(self._values)
 
         def close(self) -> None:
-            """Nothing to end."""
+            """Does nothing."""
 
     wrapper = DataIteratorWrapper(
         plan_source=InMemory(plans),

@@ -53,7 +53,7 @@ FLAT = (Layout("qwen2.5-7b", 2, 1, 16),)
 
 
 class Gain(NamedTuple):
-    """Greedy over ours of each seed, and the seconds that planning took on average."""
+    """The greedy's seconds over ours for each seed, and the mean seconds that planning took."""
 
     ratios: tuple[float, ...]
     planning_s: float

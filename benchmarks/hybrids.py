@@ -56,7 +56,7 @@ NUM_GPUS, TIMES = 64, 8
 NUM_SAMPLES, NUM_BATCHES = 256, (4, 2)
 """Samples of a batch on so many GPUs; batches on these, and on TIMES as many."""
 NUM_COMPARED, MOST_LOST = 2, 1.02
-"""Batches of --ways; most that a plan whose buckets choose may take over the fastest whose buckets all do alike."""
+"""Batches of --ways; most that a plan with a choice per bucket may take over the faster of two plans without one."""
 STATIC, POLICIES = ("balanced", "static"), ("dynamic", "balanced", "static", "megatron-dev")
 
 

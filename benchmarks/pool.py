@@ -49,7 +49,7 @@ MODEL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One plan on one rank, of one repetition each."""
+    """One plan on one rank, with a value for each repetition."""
 
     num_microbatches: int
     predicted_s: float
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def _laid_out_s(kind: str, found: Sequence[Outcome], pp_size: int, vp_size: int, num_lanes: int) -> float:
-    """Return the longest path through the schedule, of CPU seconds; lanes wait for each other in every operation."""
+    """Return the longest path through the schedule in CPU seconds; in every operation lanes wait for each other."""
     each = np.array([one.operations_s for one in found]).reshape(pp_size, num_lanes, -1).max(axis=1)
     if KINDS[kind]["pool"] == "always":
         return float(each.max(axis=0).sum())
@@ -124,7 +124,7 @@ def _laid_out_s(kind: str, found: Sequence[Outcome], pp_size: int, vp_size: int,
 
 
 def _timed(owner: Any, name: str, times: list[float]) -> None:
-    """Have a function say what CPU time it takes."""
+    """Return a function that also says how much CPU time it takes."""
     real = getattr(owner, name)
 
     def call(*args: Any, **options: Any) -> Any:

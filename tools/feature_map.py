@@ -23,7 +23,7 @@ END = "<!-- end features -->"
 
 
 class Feature(NamedTuple):
-    """A row: its name, the page (with an anchor) on which it stands, what its files are called, and what they say."""
+    """A row: its name, its page with an anchor, and the patterns of its files' paths and docstrings."""
 
     name: str
     page: str
@@ -102,7 +102,7 @@ LEAVES = (
 
 
 def files_below(*tops: str) -> list[str]:
-    """Return the paths of all Python files below some folders, but for those that only say what a package has."""
+    """Return the paths of all Python files below some folders, without __init__.py."""
     paths = (path.relative_to(ROOT).as_posix() for top in tops for path in sorted((ROOT / top).rglob("*.py")))
     return [path for path in paths if not path.endswith("/__init__.py")]
 

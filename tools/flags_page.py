@@ -160,7 +160,7 @@ def _option_row(parameter: click.Parameter, context: click.Context) -> str:
 
 
 def _bracketed(default: str) -> str:
-    """Return a default in brackets, to stand behind the name; nothing if there is none."""
+    """Return a default in brackets, to stand behind the name; "" if there is none."""
     return f" ({default})" if default else ""
 
 

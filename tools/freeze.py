@@ -67,7 +67,7 @@ def plan_lines(kind: str, num_problems: int) -> Iterator[str]:
 
 
 def run_lines(name: str) -> Iterator[str]:
-    """Yield a line for each iteration of a run, or one with the last that it says where it fails."""
+    """Yield a line for each iteration of a run; if it fails, one line with the last of what it prints."""
     num_ranks, flags = RUNS[name]
     launch = [
         "-m",

@@ -105,11 +105,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> None:
-    """Return when `condition()` holds.
-
-    Raises:
-        TimeoutError: it does not within `limit_s`.
-    """
+    """Return as soon as `condition()` holds; TimeoutError if it does not within `limit_s`."""
     deadline_s = patience.now_s() + limit_s
     while not condition():
         if patience.now_s() > deadline_s:

@@ -219,7 +219,7 @@ def zigzag(theme: Theme) -> str:
 
 
 def quotas(theme: Theme) -> str:
-    """A lane's fair share of the work decides which samples are spread."""
+    """A lane's fair share of the work, which decides which samples are spread."""
     canvas = Canvas(theme, 340, "The quota of a lane decides the CP size of a sample")
     seconds = (8.4, 3.6, 2.0, 1.6, 1.2, 1.0, 0.8, 0.6, 0.4, 0.4)
     base, scale, left, width = 250, 24, 30, 30
@@ -259,7 +259,7 @@ def quotas(theme: Theme) -> str:
 
 
 def ahead(theme: Theme) -> str:
-    """Who does what two steps ahead."""
+    """What each process does two steps ahead."""
     canvas = Canvas(theme, 290, "Planning ahead: while step k trains, step k + 2 is planned")
     left, step = 132, 152
     rows = ("planner process", "rank 0's thread", "each rank's threads", "all ranks")

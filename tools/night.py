@@ -38,9 +38,9 @@ ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "night"
 PAGE = ROOT / "docs" / "releases.md"
 PART_MIN = 12.0
-"""Minutes that a part should take on two cores that do nothing else."""
+"""Minutes that a part should take on two idle cores."""
 CASE_S, FAULT_S = 8.0, 40.0
-"""Seconds that a test computes which tests/costs.json does not know, and that a planted fault takes with its test."""
+"""Seconds that a test counts for if tests/costs.json does not know it, and that a planted fault takes with its test."""
 PYTEST = ("pytest", "-m", "nightly", "-q", "--workers", "4")
 TESTS_OF_RELEASES = ("-m", "not nightly or of_releases", *releases.TESTS)
 FIGURES = ("tools.quoted_figures", "--check")
@@ -50,7 +50,7 @@ _FAILED = re.compile(r"^\s*(?:FAILED|ERROR)\b|NOT NOTICED|^limit:|DIFFERENT")
 
 
 class Piece(NamedTuple):
-    """What runs by itself: its name, its row of the table, the words of the command, the minutes it should take."""
+    """A unit that runs by itself: its name, its row of the table, its command, and the minutes it should take."""
 
     name: str
     what: str
@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
 
 def pieces(tests_s: Mapping[str, float]) -> list[Piece]:
-    """Return the whole night, of which the tests of each file compute so many seconds and wait as many."""
+    """Return the whole night, from the seconds that the tests of each file compute and wait."""
     of_tests: dict[str, list[str]] = defaultdict(list)
     for name, fault in FAULTS.items():
         of_tests[fault.tests].append(name)
@@ -91,7 +91,7 @@ def pieces(tests_s: Mapping[str, float]) -> list[Piece]:
 
 
 def shares(costs_s: Mapping[tuple[str, ...], float]) -> list[tuple[str, list[str], float]]:
-    """Return (k/n, words, minutes) of parts of about PART_MIN; words that come together stay together."""
+    """Return (k/n, words, minutes) of parts of about PART_MIN; words of one group stay together."""
     num = max(1, round(sum(costs_s.values()) / 60 / PART_MIN))
     parts: list[tuple[list[str], list[float]]] = [([], []) for _ in range(num)]
     for words, cost_s in sorted(costs_s.items(), key=lambda one: (-one[1], one[0])):
@@ -102,7 +102,7 @@ def shares(costs_s: Mapping[tuple[str, ...], float]) -> list[tuple[str, list[str
 
 
 def nightly_tests() -> dict[str, float]:
-    """Return file -> seconds that its tests of the night compute, as far as known."""
+    """Return file -> known seconds of its nightly tests."""
     words = [sys.executable, "-m", *PYTEST[:4], "--collect-only", "-p", "no:cacheprovider"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -136,7 +136,7 @@ class Night:
         return self._took_min.get(piece.name, piece.minutes)
 
     def run(self, piece: Piece, minutes: float) -> bool:
-        """Run a piece for at most so many minutes; return whether it came to its end."""
+        """Run a piece for at most so many minutes; return whether it finished."""
         log, started_s = self.folder / f"{piece.name.replace('/', '_')}.log", time.monotonic()
         print(f"{piece.name}: some {self.expected_min(piece):.0f} minutes", flush=True)
         with log.open("w", encoding="utf-8") as output:
@@ -175,7 +175,7 @@ class Night:
 
 
 def outcome_of(output: str, code: int) -> dict[str, Any]:
-    """Return how much of what a piece tries passed, failed and was skipped, and the lines of what failed."""
+    """Return how many of a piece's tests passed, failed and were skipped, and the lines of those that failed."""
     lines = output.splitlines()
     last = next((line for line in reversed(lines) if _COUNTED.search(line) and not _FAILED.search(line)), "")
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
@@ -188,13 +188,13 @@ def outcome_of(output: str, code: int) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return what this machine computes with."""
+    """Return the name of this machine's processor."""
     found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
 
 
 def write_table(rows: Mapping[tuple[str, ...], tuple[str, ...]]) -> None:
-    """Put rows into the page, in place of those that say the same of an earlier commit."""
+    """Put rows into the page, in place of those of the same pieces at an earlier commit."""
     text = PAGE.read_text(encoding="utf-8")
     (before,) = re.findall(r"<!-- begin night -->\n(.*?)<!-- end night -->", text, re.DOTALL)
     cells = [tuple(cell.strip() for cell in line.strip("| ").split("|")) for line in before.splitlines()[2:]]
@@ -204,7 +204,7 @@ def write_table(rows: Mapping[tuple[str, ...], tuple[str, ...]]) -> None:
 
 
 def commit_of() -> str:
-    """Return the last commit that changed more than the page with the table; end where files differ from it."""
+    """Return the last commit that changed more than the page with the table; exit if files differ from it."""
 
     def git(*words: str) -> str:
         command = ["git", *words, "--", ".", ":!docs/releases.md"]

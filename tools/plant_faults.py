@@ -26,7 +26,7 @@ CODE = ("dynamic_cp", "megatron")
 ALSO_COPIED = ("benchmarks", "docs", "examples", "tests", "tools", "pyproject.toml", "pretrain_gpt.py", "README.md")
 COPY = ROOT / "runs" / "planted"
 LIMIT_S = 3600
-"""Ends what hangs before pytest's own limits hold."""
+"""Seconds after which tests are ended that hang where pytest's own limits do not hold yet."""
 
 
 class Fault(NamedTuple):
@@ -669,7 +669,7 @@ FAULTS = {
 
 
 def place_of(fault: Fault, root: Path) -> Path:
-    """Return the file below `root` that holds the piece of code.
+    """Return the one file below `root` that holds the piece of code.
 
     Raises:
         LookupError: none does, or it stands more than once.
@@ -682,7 +682,7 @@ def place_of(fault: Fault, root: Path) -> Path:
 
 
 def copy_of(root: Path, tests_of: Path) -> None:
-    """Copy what tests need into `root`. What the planner compiled stays beside it: numba knows code by its place."""
+    """Copy what tests need into `root`. Compiled code stays beside it, because numba finds it by its place."""
     compiled = root.with_suffix(".compiled")
     compiled.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(root, ignore_errors=True)
@@ -697,7 +697,7 @@ def copy_of(root: Path, tests_of: Path) -> None:
 
 @contextlib.contextmanager
 def planted(fault: Fault, root: Path) -> Iterator[None]:
-    """Have a fault in the copy, and neither it nor what was compiled with it afterwards."""
+    """Put a fault into the copy meanwhile; afterwards remove it and what was compiled with it."""
     place, compiled = place_of(fault, root), root / "dynamic_cp" / "__pycache__"
     text, before, kernels = place.read_text(encoding="utf-8"), place.stat(), set(compiled.glob("kernels-*"))
     place.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
@@ -711,7 +711,7 @@ def planted(fault: Fault, root: Path) -> Iterator[None]:
 
 
 def first_failure(tests: str, root: Path) -> str | None:
-    """Return what of the copy's tests failed first; None when all passed."""
+    """Return the first failure of the copy's tests; None when all passed."""
     files, _, expression = tests.partition(" -k ")
     words = [*files.split(), *(["-k", expression] if expression else [])]
     done = subprocess.run(

@@ -40,7 +40,7 @@ _BLOCK = 50
 
 _DRAWS = {"masks": draw_masked_case, "experts": draw_expert_case, "hybrids": draw_hybrid_case}
 _CHECKS = {"masks": check_masked_case, "hybrids": check_hybrid_case}
-"""Kinds that make other promises than `check_case` asserts."""
+"""Kinds of instances that are checked by another function than `check_case`."""
 
 
 def case_of(seed: int, index: int, kind: str = "") -> Case:

@@ -99,7 +99,7 @@ GIVEN = (
 """Jobs of `dynamic-cp simulate`."""
 
 MEASURED = ("4 CPU ranks: lengths of chats, small GPT", "1.47x over balanced CP 4", "2026-11-21")
-"""By `make bench` (docs/figures/planner.md#measured-on-cpu-ranks), and when."""
+"""Figures of `make bench` (docs/figures/planner.md#measured-on-cpu-ranks), and their date."""
 
 LIMITS = ("auto", "12288", "8192")
 LIMIT_JOB = "--lengths github --global-batch-size 256 --batches 4 --lanes 16 --tp 2 --policy dynamic,balanced"
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def changes(name: str) -> dict[str, str]:
-    """Return page -> its whole new text, of those pages on which a part says something else than before."""
+    """Return page -> new text, for the pages on which a part says something new."""
     changed = {}
     for page, lines in PARTS[name]().items():
         text = (ROOT / page).read_text(encoding="utf-8")
@@ -165,7 +165,7 @@ def changes(name: str) -> dict[str, str]:
 
 
 def agrees(before: Lines, after: Lines) -> bool:
-    """Return whether lines say the same: dates apart, and decimals to one in the last digit, as processors round."""
+    """Return whether lines say the same, but for dates and for 1 in the last digit of decimals, as processors round."""
     number, one, other = rf"{DATE}|\d+\.\d+", "\n".join(before), "\n".join(after)
     if re.sub(number, "N", one) != re.sub(number, "N", other):
         return False
@@ -319,7 +319,7 @@ def placed_plan() -> Quoted:
 
 
 def which_cp_size() -> Quoted:
-    """Return the table of that example."""
+    """Return the table that `examples/which_cp_size.py` prints."""
     out = _ran(sys.executable, "examples/which_cp_size.py")
     return {"docs/api.md": ["```text", *out, "```"]}
 
@@ -363,7 +363,7 @@ def scheduler_groups() -> Quoted:
 
 
 def video() -> Quoted:
-    """Return the gain for clips of many lengths, whose file is that of the page."""
+    """Return the gain for video clips of many lengths."""
     page = "docs/how-to/other-loops.md"
     text = (ROOT / page).read_text(encoding="utf-8")
     (clips,) = re.findall(r"^printf '%s\\n' ([\d \\\n]+) > clips.txt$", text, re.MULTILINE)
@@ -376,7 +376,7 @@ def video() -> Quoted:
 
 
 def latent_exchange() -> Quoted:
-    """Return what exchanging latents gives: of one layer, where groups are large, and of whole batches."""
+    """Return what exchanging latents gives for one layer, in which groups are large, and for whole batches."""
     out = _ran(sys.executable, "-m", "benchmarks.latent_exchange")
     layer, batches = _table_of(out[: out.index("")]), _table_of(out[out.index("") :])
     kept = [line for line in layer[2:] if re.match(r"\| (8|16) ", line) and re.search(r"\| (p2p|a2a|latent) \|", line)]

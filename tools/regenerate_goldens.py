@@ -74,7 +74,7 @@ CASES = {
         [60000, 20000, 16000, 9000, 9000, *[1500] * 9, *[300] * 6],
     ),
 }
-"""A name with "exchanges" is planned with all of them, others with p2p; one with "experts" has some in every layer."""
+"""Name -> case. With "exchanges" in its name it may use all of them, else p2p; with "experts" every layer has some."""
 
 
 def render(name: str) -> str:

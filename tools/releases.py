@@ -89,10 +89,10 @@ def command_of(python: str) -> str:
 
 
 def installations(pythons: Sequence[str], versions: Sequence[str], venv: str) -> Iterator[Installation]:
-    """Yield each pair that is asked for and can be, after installing it.
+    """Yield each pair of Python and release that is asked for and possible, after installing it.
 
     Args:
-        venv: virtual environment of a Python, with {} for the Python; `make` makes what is not there.
+        venv: path of a Python's virtual environment, with {} for its version; `make` makes it if it is not there.
     """
     for python in pythons:
         folder = ROOT / venv.format(python)

@@ -46,10 +46,10 @@ from tools.soak import left_in_shm, write_documents
 NUM_RANKS = 2
 NUM_STEPS = 8
 END_LIMIT_S = 15.0
-"""Seconds from the kill to the end of the job, with a stop's own 5 s (--stopped-process-timeout)."""
+"""Seconds from the kill to the end of the job, the 5 s of --stopped-process-timeout among them."""
 LEFT_LIMIT_S = 2.0
 SAVES = {"middle": 4, "after a signal": 6, "last": NUM_STEPS}
-"""Which save -> its iteration. The signal comes in iteration 5, the next one is the last then."""
+"""Kind of save -> its iteration. The signal comes in iteration 5, which makes the next one the last."""
 MOMENTS = ("begins", "plans", "forks", "writes", "names", "renames")
 
 
@@ -101,7 +101,7 @@ class Trial:
 
 
 def sabotage(trial: Trial, folder: Path, rank: int) -> None:
-    """Have this rank record its steps, and have the trial's signal sent when its moment comes."""
+    """Make this rank record its steps, and send the trial's signal when its moment comes."""
     exits.SPEAK_FIRST_S = 2.0  # as users have it
     record_steps(folder, rank)
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
@@ -173,7 +173,7 @@ def _strike_in_the_moment(trial: Trial, folder: Path) -> None:
 
 @dataclass(kw_only=True)
 class Checks:
-    """What was asked for and what was found."""
+    """What was checked, and what was found wrong."""
 
     folder: Path
     wrong: list[str] = field(default_factory=list)
@@ -187,7 +187,7 @@ class Checks:
 
 
 def words_of(folder: Path, trial: Trial | None) -> list[str]:
-    """Return the command line of a trial whose data lie in `folder`; None: without checkpoints."""
+    """Return the command line of a trial whose data lie in `folder`; without checkpoints if there is no trial."""
     words = [
         f"--dynamic-cp --max-seqlen-per-dp-cp-rank 64 --num-layers 1 --train-iters {NUM_STEPS} --lr-decay-iters 100",
         f"--split 1,0,0 --data-path {folder}/documents --data-cache-path {folder}/cache --num-workers 1",

@@ -36,7 +36,7 @@ TARGETS = ("rank", "rank", "planner", "rank", "worker", "rank", "starting rank")
 END_LIMIT_S = 25.0
 """Seconds from a kill to the end of the last rank; a launcher's patience is 30 s."""
 SETTLED_STEPS = 200
-"""Steps before memory is looked at: allocators fill their caches, the data their first pages."""
+"""Steps after which memory is measured: by then allocators have filled their caches."""
 
 
 @dataclass(kw_only=True)
@@ -187,10 +187,7 @@ def _state() -> dict[str, Any]:
 
 
 def left_in_shm(before: set[str]) -> list[str]:
-    """Return new files in /dev/shm that no process has open: those of others on the machine come and go.
-
-    Their maker, named in them, is dead, or no process maps them.
-    """
+    """Return new files in /dev/shm that are left over: their maker, named in them, is dead, or no process maps them."""
     left = []
     for name in set(os.listdir("/dev/shm")) - before:
         makers = [int(word) for word in name.split("_") if word.isdecimal()]
@@ -200,7 +197,7 @@ def left_in_shm(before: set[str]) -> list[str]:
 
 
 def _is_mapped(path: Path) -> bool:
-    """Return whether a process maps a file, by its inode: who makes a semaphore maps it under a name of before."""
+    """Return whether a process maps a file, by its inode: a semaphore's maker maps it under an older name."""
     if not path.exists():
         return True  # gone meanwhile
     inode = str(path.stat().st_ino)

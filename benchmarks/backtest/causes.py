@@ -1,6 +1,6 @@
-"""What the errors are made of: the same runs with one price after the other changed, each a bound and no claim.
+"""What the errors are made of: the same runs priced again, each time with one price changed.
 
-None of these is shipped: they say how far the distance to published seconds would move.
+The changes are not shipped. They are bounds on how far the errors would move, not claims.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CAUSES: Mapping[str, tuple[Callable[[Hardware], Hardware], bool]] = {
     "TP collectives overlap, too: as shipped": (_as_run, True),
     "and no exchange of experts or CP": (_free_links, True),
 }
-"""What is priced -> (hardware, whether the run reduces gradients beside computation where its source says so)."""
+"""Changed price -> (hardware, whether gradients are reduced beside computation in runs whose source says so)."""
 
 
 def measure(runs: Sequence[Run]) -> dict[str, list[Modelled]]:

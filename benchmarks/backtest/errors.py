@@ -1,6 +1,6 @@
-"""How far the model is from what was published: of steps, of ratios between two runs, of memory; and the limits.
+"""How far the model is from published steps, ratios between two runs, and memory; and the limits on that.
 
-An error is modelled over published seconds. A limit fails where the model gets worse, never where it gets better.
+An error is modelled over published seconds. A limit fails only where the model gets worse.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ KNOWN = "BF16 on H100, layout known"
 
 
 class Limit(NamedTuple):
-    """What a group of runs may not leave.
+    """What the ratios of a group of runs may be.
 
     Attributes:
         least, most: of the median ratio.
-        worst: ratio of the run that is furthest off, either way.
+        worst: of the run that is furthest off, in either direction.
     """
 
     least: float
@@ -45,14 +45,14 @@ LIMITS: Mapping[str, Limit] = {
     "FP8": Limit(0.95, 1.05, 1.45),
     "long context, FP8": Limit(0.59, 1.00, 2.90),
 }
-"""Group -> what fails at night. Narrower once the model is better."""
+"""Group -> limits that fail the nightly test; make them narrower when the model gets better."""
 LEAST_RUNS = 40
 MOST_REFUSED = 0.1
-"""Share of the runs without FSDP which the memory model may refuse: each was published, so each fitted."""
+"""Largest share of the runs without FSDP that the memory model may refuse: each was published, so each fitted."""
 
 
 class Spread(NamedTuple):
-    """Errors of some runs: median and root mean square of (ratio - 1), the furthest, and shares that are close."""
+    """Errors of some runs: median and root mean square of (ratio - 1), the largest, and the shares that are close."""
 
     num_runs: int
     median: float
@@ -73,7 +73,7 @@ def spread(ratios: Sequence[float]) -> Spread:
 
 
 def groups_of(results: Sequence[Modelled]) -> dict[str, list[Modelled]]:
-    """Return the runs of each group, in order; then some of the groups together."""
+    """Return the runs of each group, in order, followed by combined groups."""
     groups: dict[str, list[Modelled]] = {}
     for result in results:
         groups.setdefault(result.run.group, []).append(result)
@@ -113,7 +113,7 @@ def steps_markdown(results: Sequence[Modelled]) -> str:
 
 
 def sources_markdown(results: Sequence[Modelled]) -> str:
-    """Return where the runs stand."""
+    """Return the table of the runs' sources."""
     sources = dict.fromkeys(one.run.source for one in results)
     return table("source | what | read", [[one.name, f"[{one.title}]({one.url})", one.read] for one in sources], left=3)
 
@@ -133,7 +133,7 @@ def spread_markdown(results: Sequence[Modelled]) -> str:
 
 
 def goals_markdown(results: Sequence[Modelled]) -> str:
-    """Return what the model is to reach, and what it reaches."""
+    """Return the goals of the model, and what it reaches."""
     groups = groups_of(results)
     rows = []
     for name, most in (("dense, fitted", 0.05), ("dense, held out", 0.07)):
@@ -150,7 +150,7 @@ def goals_markdown(results: Sequence[Modelled]) -> str:
 
 
 class Pair(NamedTuple):
-    """Two runs of the file whose tokens per second and GPU are compared: which is faster, and by how much?"""
+    """Two runs of the file whose tokens per second and GPU are compared."""
 
     what: str
     slower: str
@@ -192,7 +192,7 @@ def pairs_markdown(results: Sequence[Modelled]) -> str:
 
 
 def memory_markdown(results: Sequence[Modelled]) -> str:
-    """Return how many runs the model refuses though they ran, and those that it does not price as something else."""
+    """Return how many published runs the model refuses, and the table of those without FSDP."""
     refused = [one for one in results if one.is_refused]
     rows = []
     for one in refused:
@@ -211,7 +211,7 @@ def memory_markdown(results: Sequence[Modelled]) -> str:
 
 
 def broken_limits(results: Sequence[Modelled]) -> list[str]:
-    """Return what is worse than it may be, a line each; empty where all is well."""
+    """Return one line for each limit that is broken; empty if none is."""
     broken = []
     if len(results) < LEAST_RUNS:
         broken.append(f"{len(results)} runs, at least {LEAST_RUNS} are needed")
@@ -232,5 +232,5 @@ def broken_limits(results: Sequence[Modelled]) -> list[str]:
 
 
 def _distance(ratio: float) -> float:
-    """Return how many times too long or too short."""
+    """Return the error as a factor of at least 1, whether too long or too short."""
     return max(ratio, 1 / ratio)

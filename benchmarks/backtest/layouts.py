@@ -41,7 +41,7 @@ def measure(runs: Sequence[Run]) -> list[Modelled]:
 
 
 def rank_of_published(results: Sequence[Modelled]) -> int:
-    """Return how many layouts that fit are at least as fast as the published one, itself included."""
+    """Return how many of the layouts that fit are at least as fast as the published one, itself included."""
     fit = [one for one in results if not one.is_refused]
     (seconds,) = {one.iteration_s for one in results if _is_published(one)}
     return sum(one.iteration_s <= seconds for one in fit)

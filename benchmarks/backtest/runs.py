@@ -18,13 +18,13 @@ from dynamic_cp.types import Hardware, ModelShape, Recompute, StateDtypes, Topol
 
 FILE = Path(__file__).with_name("published.json")
 SPLITS = ("fitted", "held_out")
-"""What a later fit may look at, and what judges it."""
+"""Runs that a later fit may use, and runs that judge it."""
 READ = ("opened", "notes", "recalled")
-"""How a source was read: opened when its rows were written down, from this project's notes of it, from memory."""
+"""How a source was read: opened when its rows were written, from this project's notes of it, or from memory."""
 IN_FULL = "TFLOP/s/GPU, attention in full"
 REPEATED = "TFLOP/s/GPU, attention in full, with recomputation"
 UNITS = ("s", "tokens/s/GPU", "TFLOP/s/GPU", IN_FULL, REPEATED)
-"""Of a published figure. FLOPs count causal attention as half, where nothing else is said."""
+"""Units of a published figure. FLOPs count causal attention as half unless the source says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class Run:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it ran under FSDP, which has less in memory than the distributed optimizer as which it is priced."""
+        """Whether it ran under FSDP, which keeps less in memory than the distributed optimizer that prices it."""
         return "FSDP" in self.assumed
 
     @property
@@ -130,7 +130,7 @@ class Run:
 
     @property
     def topology(self) -> Topology:
-        """Its ranks."""
+        """The ranks of the run."""
         return Topology(
             num_lanes=self.num_groups * self.cp,
             tp_size=self.tp,
@@ -164,7 +164,8 @@ def read_runs(path: Path = FILE) -> tuple[Run, ...]:
     """Return the published runs of a file, in its order.
 
     Raises:
-        ValueError: a run without a source or split, one whose layout does not share out its batch, or a name twice.
+        ValueError: a run without a source or split, a layout whose lanes do not divide the batch, or a name that is
+            there twice.
     """
     data = json.loads(path.read_text(encoding="utf-8"))
     runs = [_run(shared, scale, data) for shared in data["configurations"] for scale in shared["runs"]]

@@ -58,7 +58,7 @@ class Modelled:
 
 
 def problem_of(run: Run, hardware: Hardware | None = None) -> Problem:
-    """Return what the run was priced for, with another hardware where one is given."""
+    """Return the problem that the run is priced for, on other hardware if one is given."""
     return Problem(
         topology=run.topology,
         model=run.model,
@@ -109,7 +109,7 @@ def plan_of(run: Run) -> Plan:
 
 
 def modelled(run: Run, hardware: Hardware | None = None, *, overlaps: bool = True) -> Modelled:
-    """Return seconds and memory of a step of `run`; overlaps: gradients and parameters where its source says so."""
+    """Return seconds and memory of a step of `run`. Without `overlaps`, gradients and parameters never overlap."""
     problem, plan = problem_of(run, hardware), plan_of(run)
     if not overlaps:
         exposed = replace(problem.data_parallel, overlap_grad_reduce=False, overlap_param_gather=False)
@@ -127,6 +127,6 @@ def modelled(run: Run, hardware: Hardware | None = None, *, overlaps: bool = Tru
 
 
 def slower(hardware: Hardware, factor: float) -> Hardware:
-    """Return hardware on which products and attention take `factor` times as long: what limits have to notice."""
+    """Return hardware on which products and attention take `factor` times as long, as limits have to notice."""
     rates = [name for name in hardware.__dataclass_fields__ if name.endswith("flops_per_s") and name[:4] != "peak"]
     return replace(hardware, **{name: getattr(hardware, name) / factor for name in rates})

@@ -1,8 +1,7 @@
-"""Runs with sequences of many lengths: the published gain of a dynamic CP size beside what the model gives.
+"""Runs with sequences of many lengths: the published gain of a dynamic CP size beside the modelled one.
 
-No list of lengths is published, so lists or distributions like them are drawn, and a seed decides as much as a price.
-Published gains are over packing at one CP size; "as they ran it" is the greedy of Megatron's branch dev, as this
-project reimplemented it.
+No list of lengths is published, so similar ones are drawn; the seed matters as much as a price does. Published gains
+are over packing at one CP size; "as they ran it" is the greedy of Megatron's branch dev, as reimplemented here.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dynamic_cp.types import Plan, PlanOptions, Topology
 
 POLICIES = ("static", "megatron-dev", "dynamic")
 FIGURES = {"ms": "lower", "s": "lower", "K tokens/s": "higher", "TFLOP/s/GPU": "higher"}
-"""Unit of a published figure -> which is better."""
+"""Unit of a published figure -> whether the larger or the smaller one is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +87,7 @@ def problem_of(problem: Mapping[str, Any], seed: int) -> Problem:
 
 
 def _lengths(problem: Mapping[str, Any], seed: int) -> Ints:
-    """Return lengths of a global batch, of a number of samples or of tokens."""
+    """Return the lengths of a global batch, drawn up to a number of samples or of tokens."""
     tokens, longest = problem.get("global_batch_tokens"), problem["max_seqlen"]
     number = problem.get("global_batch_size") or tokens
     drawn = draw_lengths(problem["lengths"], min(number, 4096), seed, longest, min_seqlen=problem.get("min_seqlen", 16))

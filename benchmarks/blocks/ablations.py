@@ -1,4 +1,4 @@
-"""Tables B: what block size, density, tolerance, divisions and candidates do to a placement, one after the other."""
+"""Tables B: what block size, density, tolerance, divisions and candidates do to a placement, varied one by one."""
 
 from __future__ import annotations
 

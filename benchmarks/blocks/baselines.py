@@ -16,10 +16,10 @@ from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Sample
 
 _QUOTAS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
-"""Seconds of a document, over the mean of the lanes, above which it gets a larger group."""
+"""Tried bounds: a document that takes longer than this times the mean of the lanes gets a larger group."""
 _NUM_RESIMULATED = 2
 _FEWEST_TOKENS = 64
-"""Tokens of a document on a lane below which no larger group is tried."""
+"""No larger group is tried if it leaves fewer tokens of a document on a lane."""
 
 Group = tuple[int, int]
 """First lane and size."""
@@ -91,7 +91,7 @@ def _documents_s(samples: Sequence[Sample], setting: Setting) -> float:
 
 
 def _rings_of(size: int, setting: Setting) -> list[Ring]:
-    """Return what a group may do: a ring, or heads among as many lanes as possible and a ring of the rest."""
+    """Return what a group may do: a ring, or exchange heads among as many lanes as possible and a ring of the rest."""
     inner = min(size, setting.node_lanes, LAYER.num_attention_heads)
     return [Ring(size)] + ([Ring(size // inner, inner)] if inner > 1 else [])
 

@@ -18,10 +18,10 @@ MASKS = ("causal", "full", "lambda:64,4096", "causal_blockwise:256,2", "shared_q
 SCALES = (0.5, 1.0, 2.0, 4.0)
 NUM_BATCHES = 3
 PAPER_NAMES = ("ring", "zigzag ring", "TransformerEngine", "double ring")
-"""What DCP was compared with."""
+"""The ways that DCP's paper compares with."""
 NAMES = (*PAPER_NAMES, "repeated KV heads", "Ulysses x DP", "whole documents", "blocks")
 LONG_DATA = DATA[:2]
-"""Stand for LongAlign and LongDataCollections, on which the goals are."""
+"""Lists that stand for LongAlign and LongDataCollections, for which the goals are."""
 GOALS = (
     ("causal, geometric mean", ("causal",), 1.1),
     ("sparse masks, geometric mean", MASKS[2:], 2.0),
@@ -45,7 +45,7 @@ PAPER_CELLS = tuple(cell for cell in CELLS if cell.data in LONG_DATA and cell.ma
 
 
 def measure_cell(cell: Cell, setting: Setting, num_batches: int = NUM_BATCHES) -> Row:
-    """Return the mean milliseconds of its batches by name, and the sums of which ratios are made."""
+    """Return the mean milliseconds of its batches by name, and the sums that ratios are made of."""
     rows = []
     for seqlens in setting.batches(cell.data, num_batches, cell.scale):
         samples = masked(seqlens, cell.mask)
@@ -61,12 +61,12 @@ def measure_cell(cell: Cell, setting: Setting, num_batches: int = NUM_BATCHES) -
 
 
 def gain(row: Row, name: str = "blocks", over: str = "best") -> float:
-    """Return how many times as long another takes, by default the best of all others, batch by batch the best one."""
+    """Return how many times as long another way takes; by default the best of all others in each batch."""
     return float(row[over] / row[name])
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Return their geometric mean."""
+    """Return the geometric mean of some ratios."""
     return float(np.exp(np.mean(np.log(list(values)))))
 
 
@@ -81,7 +81,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def goals_markdown(rows: Sequence[Row]) -> str:
-    """Return what was to be reached, and what was."""
+    """Return the goals, and what is reached."""
     of_goals = [row for row in rows if row["data"] in LONG_DATA]
     lines = []
     for what, masks, goal in GOALS:
@@ -116,7 +116,7 @@ PAPER_FIGURES = (
     ("prolong", "lambda:64,4096", "TransformerEngine", "LDC, TE over DCP", "3.29 / 1.49 / 3.08 / 3.87"),
     ("prolong", "shared_question:4x0.2", "TransformerEngine", "LDC, TE over DCP", "3.39 / 3.08 / 2.48 / 2.30"),
 )
-"""(our lengths, mask, compared with what, what the paper has, its figures by scale)."""
+"""(our lengths, mask, compared with, what the paper shows, its figures by scale)."""
 
 
 def paper_markdown(rows: Sequence[Row]) -> str:
@@ -132,7 +132,7 @@ def paper_markdown(rows: Sequence[Row]) -> str:
 
 
 def shapes_markdown(rows: Sequence[Row]) -> str:
-    """Return best over blocks by mask and scale, geometric means over lengths."""
+    """Return the best of the others over blocks by mask and scale, as geometric means over lengths."""
     scales = sorted({row["scale"] for row in rows})
     lines = []
     for mask in dict.fromkeys(row["mask"] for row in rows):

@@ -26,7 +26,7 @@ class Price(NamedTuple):
 
     Attributes:
         milliseconds: forward and backward, each until its last lane is done.
-        exposed_ms: of them, what the slowest lane does not compute.
+        exposed_ms: those of them in which the slowest lane does not compute.
         work_imbalance, token_imbalance: of the lanes, max over mean.
     """
 

@@ -134,7 +134,7 @@ def _step_seconds(tiles: Chunked, ring: Ring, side: Side, overhead_s: float) -> 
 
 
 def _last_end_s(attention_s: Floats, ring: Ring, shard_bytes: float, nodes: Ints, setting: Setting) -> float:
-    """Return when the last lane is done; what is sent for a step is sent as soon as both its ends began the one before.
+    """Return when the last lane is done; data for a step are sent once both its ends have begun the step before.
 
     Links inside a node and to other nodes work at the same time.
     """

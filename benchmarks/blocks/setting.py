@@ -48,7 +48,7 @@ class Setting:
         return self.num_nodes * self.node_lanes
 
     def across_bytes_per_s(self, num_sending: int) -> float:
-        """Return what each of so many lanes of a node has, if they send to other nodes at the same time."""
+        """Return the bandwidth of each of so many lanes of a node that send to other nodes at the same time."""
         if not self.node_bytes_per_s:
             return load_hardware(self.hardware).bandwidth_across_nodes_bytes_per_s
         return min(self.flow_bytes_per_s, self.node_bytes_per_s / num_sending)
@@ -121,7 +121,7 @@ class Setting:
 
 H100_NODES = Setting()
 PAPER_NODES = Setting(num_nodes=4, hardware="a100-80gb", node_bytes_per_s=0.8 * 50e9, flow_bytes_per_s=0.8 * 12.5e9)
-"""As in DCP's experiments: 4 nodes of 8 A100, each node with 4 NICs of 100 Gb/s."""
+"""The cluster of DCP's experiments: 4 nodes of 8 A100, each node with 4 NICs of 100 Gb/s."""
 
 
 def _stage_of(problem: Problem) -> StageAttention:

@@ -65,7 +65,7 @@ class Windows(NamedTuple):
     """Which layers of a model have a window: its keys, the token's own among them, and first tokens that all see.
 
     Attributes:
-        but_every: layers whose number this divides have none; 0: all have it.
+        but_every: every n-th layer has none; 0: all have one.
     """
 
     tokens: int
@@ -137,7 +137,7 @@ def measure_windows(windows: Windows, data: str, layout: Layout = LAYOUTS[0]) ->
 
 
 def separate(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the causal samples of prompt and answer that samples with several answers stand for."""
+    """Return the causal samples of prompt and answer that a sample with several answers replaces."""
     seqlens: list[int] = []
     for sample in samples:
         if isinstance(sample.mask, SharedQuestion):

@@ -18,7 +18,7 @@ from dynamic_cp.arrays import Ints
 from dynamic_cp.placement.order import ascending
 
 _CUT_TOKENS = 64
-"""Of the head, and as many of the tail: a tile of 128 in all."""
+"""An annulus is cut at multiples of this many tokens of its head, with as many of its tail: tiles of 128."""
 
 
 def annuli_in_order(seqlens: Ints, num_lanes: int, capacity: int) -> Ints:
@@ -58,7 +58,7 @@ def homes_in_order(seqlens: Ints, num_lanes: int, capacity: int) -> Ints:
 
 
 def ranges_of(annuli: Ints, seqlens: Ints) -> Ints:
-    """Return what annuli are, int64 [range, (document, start, stop, server)], by document and start."""
+    """Return the token ranges of annuli, int64 [range, (document, start, stop, server)], by document and start."""
     document, u, v, server = annuli.T
     whole = -(-seqlens[document] // (2 * _CUT_TOKENS)) * 2 * _CUT_TOKENS
     heads = np.stack([document, u, v, server], axis=1)

@@ -26,20 +26,20 @@ CASES = tuple(
     for data, longest, pp in product(("pretrain", "prolong"), (128 * K, 512 * K), (1, 4))
 )
 NUM_BATCHES, NUM_COUNTED = 16, 8
-"""Queues fill in those that are not counted."""
+"""Batches of a series, and how many of them count: the first ones fill the queues."""
 LEVELS = ((0.5,), (0.5, 0.25), (0.5, 0.25, 0.125))
-"""Above which shares of the longest document there is a queue; the best of these is taken."""
+"""Each queue takes documents above a share of the longest one; the best of these settings is taken."""
 NAMES = ("wlb-exposed", "wlb-exposed, queues", "wlb", "wlb, queues", "dynamic", "chosen")
 
 
 def queued(
     batches: Sequence[Sequence[Sample]], levels: Sequence[float], longest: int, num_rows: int
 ) -> list[list[Sample]]:
-    """Return the batches that are trained, in which documents of a level come `num_rows` at a time.
+    """Return the batches that are trained on, in which documents of a queue come `num_rows` at a time.
 
     Args:
         batches: as they are drawn.
-        levels: shares of `longest`, descending; a document waits with those above the same one.
+        levels: shares of `longest`, descending; a document waits with others between the same two.
         longest: tokens.
         num_rows: micro-batches of a global batch.
     """

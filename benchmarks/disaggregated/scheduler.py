@@ -44,7 +44,7 @@ def timed(call: Callable[[], _Result], repeats: int = 5) -> tuple[_Result, float
 
 
 def judged(tasks: Tasks, num_servers: int) -> dict[str, float]:
-    """Return max / mean work, bytes of all, and the busiest server's bytes over the mean (the larger side of each)."""
+    """Return max / mean work, the bytes of all, and the busiest server's bytes over the mean (the larger direction)."""
     rows = tasks.rows.astype(np.float64)
     loads = np.bincount(tasks.rows[:, SERVER], work_of(rows[:, START], rows[:, STOP], 0.0), num_servers)
     sent = bytes_of_tasks(tasks, (0,), Servers(num_servers, 1, 1), LAYER)[0].sum(axis=0)

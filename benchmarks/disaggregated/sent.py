@@ -1,4 +1,4 @@
-"""What tasks of a pool send: counted beside what a rank really sends, and compared between schedulers."""
+"""What tasks of a pool send: bytes counted from plans, to compare with those really sent and between schedulers."""
 
 from __future__ import annotations
 

@@ -31,15 +31,15 @@ from dynamic_cp.types import Plan, Problem, Sample
 WITHOUT = ("static", "wlb", "wlb-exposed", "per-document", "dynamic", "dynamic VPP 2")
 """Ways without a pool."""
 POOLS = ("pool", "pool VPP 2")
-"""Ways with ours, each of which may be the best one."""
+"""Ways to run our pool; the fastest counts."""
 NAMES = (*WITHOUT, *POOLS)
 LISTED = tuple(name for name in NAMES if name != "per-document")
-"""What the page lists: cutting every document over all lanes was never the fastest."""
+"""Ways that the page lists; cutting every document over all lanes is left out, because it was never the fastest."""
 CHUNKS = (3, 4)
-"""More model chunks on a stage, where they divide its layers: both sides have them in a row of the goals."""
+"""Further numbers of chunks on a stage, tried by both sides if they divide its layers, for one row of the goals."""
 DEEPER = ("dynamic VPP 3, 4", "pool VPP 3, 4")
 TIMES = (1, 2, 4)
-"""Full micro-batches of a global batch, over the stages of the pipeline."""
+"""Full micro-batches of a global batch, as multiples of the pipeline's stages."""
 MODELS, DATA = ("8B", "34B"), ("pretrain", "prolong")
 ONE_STAGE = tuple(
     Case(model, data, longest, 64, 1, 2) for model, data, longest in product(MODELS, DATA, (128 * K, 512 * K))
@@ -113,9 +113,9 @@ def _per_document_s(problem: Problem, samples: Sequence[Sample]) -> float:
 
 
 def busiest(plan: Plan, cost_model: CostModel) -> float:
-    """Return what the server that sends or receives most in each tick moves, over the mean; all ticks together.
+    """Return, over all ticks, the bytes of the server that sends or receives most, over those of the mean server.
 
-    Jobs compute layers again: backward both passes travel.
+    Jobs compute layers again, so backward sends what both passes need.
     """
     assert plan.extension is not None
     of_token, servers = token_bytes(cost_model.stage.attention), servers_of(plan.topology, plan.extension.relay_servers)
@@ -128,7 +128,7 @@ def busiest(plan: Plan, cost_model: CostModel) -> float:
 
 
 def measure_network(case: Case) -> Row:
-    """Return the seconds of dynamic CP, and of the pool: as it is, without ping-pong, for nothing."""
+    """Return the seconds of dynamic CP, and of the pool as it is, without ping-pong, and with links without cost."""
     samples, problem = case.samples(), case.problem()
     cost_model = cost_model_of(problem)
     row: Row = {"case": case, "dynamic": makespan_ns(plan_problem(problem, samples).plan, cost_model) / 1e9}
@@ -140,7 +140,7 @@ def measure_network(case: Case) -> Row:
 
 
 def without_s(row: Row, *more: str) -> float:
-    """Return the seconds of the best way without a pool; `more`: ways that count, too."""
+    """Return the seconds of the best way without a pool, among them those named in `more`."""
     return min(row[name] for name in (*WITHOUT, *more) if row[name] is not None)
 
 
@@ -168,7 +168,7 @@ def geometric(values: Sequence[float]) -> str:
 
 
 def summary_markdown(rows: Sequence[Row]) -> str:
-    """Return what the pool gives, over what, by length of documents and stages; ways of others have one chunk, too."""
+    """Return the gain of the pool over other ways, by document length and stages; the others have one chunk, too."""
     lines = []
     for longest, pp in sorted({(row["case"].longest, row["case"].pp) for row in rows}):
         own = [row for row in rows if (row["case"].longest, row["case"].pp) == (longest, pp) and row["pool"]]

@@ -1,6 +1,6 @@
-"""The pool against dynamic CP where neither is given a layout: both on the same GPUs, each at its own fastest.
+"""The pool against dynamic CP, each at its own fastest layout on the same GPUs.
 
-The cases are those in which the pool gains most at the layout that `steps` gives: 512k documents, one and two full
+The cases are those in which the pool gains most at the layout of `steps`: 512k documents, one and two full
 micro-batches for each stage. `dynamic_cp.decide.sweep` looks for TP, PP, VPP, recomputation and limit within memory.
 """
 
@@ -20,9 +20,8 @@ CASES = tuple(case for case in PIPELINES if case.longest == 512 * K and case.row
 
 
 def measure(case: Case) -> Row:
-    """Return seconds of an iteration at the given layout and at its own, and what that is.
-
-    Gradients are reduced in all of them: layouts differ in what that takes.
+    """Return the seconds of an iteration at the given layout and at its own, and that layout. Gradients are reduced in
+    all of them, because layouts differ in the time for that.
     """
     samples = case.samples()
     row: Row = {"case": case, "dynamic": None, "pool": None}

@@ -17,7 +17,7 @@ from dynamic_cp.types import Bucket, Sample, is_power_of_two
 
 
 def peer(samples: Sequence[Sample], cost_model: CostModel) -> PeerResult:
-    """Return the sum over its groups of the busiest lane's seconds; its sample order is that of `samples`."""
+    """Return the seconds of the busiest lane, summed over the scheduler's groups; samples keep their order."""
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     topology = cost_model.topology

@@ -110,7 +110,7 @@ def _deal(
 
 @compiled
 def _least(keys: Floats, known: Floats, items: Ints) -> int:
-    """Return the item with the least key. The heap `items` is by `known`: keys when it last looked; they only grow."""
+    """Return the item with the least key. The heap `items` is ordered by `known`, older keys; keys only grow."""
     while known[items[0]] < keys[items[0]]:
         known[items[0]] = keys[items[0]]
         sift_down(known, items, len(items))

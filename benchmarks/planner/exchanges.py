@@ -35,10 +35,10 @@ CASES = {
     "real_sft_longalign_pp8_n32_128k": (0,),
 }
 GOALS = {("github_pp8_n32_128k", 0): 16.1, ("github_pp8_n32_128k", 1): 18.6, ("github_pp8_n32_128k", 2): 17.2}
-"""Seconds of the prototype with a hierarchy; of github_bal it is 0.65 of the seconds with rings."""
+"""Seconds that the prototype reached with a hierarchy; for github_bal 0.65 of the seconds with rings."""
 SHARE_GOAL = 0.65
 KV_GROUPS = 8
-"""KV heads of the grouped variant: a fifth of 40."""
+"""KV heads of the grouped variant, a fifth of the 40 heads."""
 NIC_GB_PER_S = (5, 10, 20, 40, 80)
 NIC_CASES = ("github_pp8_n32_128k", "sftmix_pp8_n32_128k", "real_github_bal_pp8_n32_128k")
 
@@ -188,7 +188,7 @@ def cases_markdown(rows: Sequence[Row]) -> str:
 
 
 def nic_markdown(rows: Sequence[Row]) -> str:
-    """Return any exchange over the ring by NIC speed (tokens in groups across nodes)."""
+    """Return any exchange over the ring by NIC speed (in brackets the share of tokens in groups across nodes)."""
     speeds = sorted({row["nic_gb_per_s"] for row in rows})
     return table(
         "case | " + " | ".join(f"{speed} GB/s" for speed in speeds),

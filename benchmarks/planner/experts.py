@@ -19,7 +19,7 @@ from dynamic_cp.types import Experts, ModelShape, PlanOptions, Topology
 
 K = 1024
 GOAL = 1.03
-"""Plans are at most this many times the bound, on average over a table and without a pipeline."""
+"""Most that plans may take over the bound, on average over a table and without a pipeline."""
 
 
 class Setting(NamedTuple):
@@ -37,7 +37,7 @@ class Setting(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What `--cases` looks into."""
+        """The text that `--cases` searches."""
         return f"{self.workload}_{self.model}_pp{self.pp}_ep{self.ep}_n{self.lanes}"
 
 

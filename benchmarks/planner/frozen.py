@@ -1,6 +1,6 @@
 """The frozen cases of `benchmarks/planner_cases`: their model, device, lengths and the figures to reach.
 
-Their prices know no padding. Plans are made as the product makes them, padded, and priced again without padding.
+Their prices know no padding. Plans are made with padding, as the product makes them, and priced again without it.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def tiny_instances() -> list[dict[str, Any]]:
 
 
 def lengths_of(case: Mapping[str, Any]) -> Ints:
-    """Return the lengths of a case in input order: from its file, else drawn as they were.
+    """Return the lengths of a case in input order, from its file or drawn again.
 
     Raises:
-        ValueError: the draw has not the tokens it had.
+        ValueError: the draw has another number of tokens than it had.
     """
     file = CASES / "lengths" / f"{case['case']}.seed{case['seed']}.npy"
     if file.exists():

@@ -16,7 +16,7 @@ from dynamic_cp.types import PlanOptions, Topology
 
 LIMIT = 16384
 FIT_FROM = 2048
-"""Samples or lanes from which the exponent is fitted: below, fixed costs weigh."""
+"""Samples or lanes from which on the exponent is fitted; below, fixed costs weigh too much."""
 
 
 class Series(NamedTuple):
@@ -65,7 +65,7 @@ def measure(curves: Sequence[Series]) -> list[Row]:
 
 
 def measure_memory(curves: Sequence[Series]) -> Row:
-    """Return the largest resident size of a process that plans the largest problem without and with a pipeline."""
+    """Return the peak resident memory of a process that plans the largest problem, without and with a pipeline."""
     largest = {pp: max(curve.points[-1] for curve in curves if curve.pp == pp) for pp in (1, 8)}
     peaks = [peak_bytes(_problem(samples, lanes, pp)) for pp, (samples, lanes) in largest.items()]
     return {
@@ -87,7 +87,7 @@ def _problem(samples: int, lanes: int, pp: int) -> Problem:
 
 
 def _fit(points: Sequence[Sequence[float]], grows: str) -> Row:
-    """Return the exponent of time over what grows, and the steepest step against that of n log n."""
+    """Return the exponent of time over what grows, and the steepest step over that of n log n."""
     sizes = np.array([point[0] if grows == "samples" else point[1] for point in points], np.float64)
     times = np.array([point[2] for point in points])
     large = sizes >= FIT_FROM

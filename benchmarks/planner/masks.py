@@ -15,7 +15,7 @@ from dynamic_cp.types.mask_rules import parse_mask_rule
 
 LIMIT = 16384
 MOST_SHARE = 0.5
-"""Share of the step that planning should take at most; what takes more is bold."""
+"""Share of the step that planning should take at most; larger ones are printed in bold."""
 MASKS = ("shared_question:4x0.2", "lambda:64,4096")
 
 
@@ -28,7 +28,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As `--cases` has it."""
+        """The text that `--cases` searches."""
         return f"{self.mask}_n{self.lanes}_{self.samples}samples"
 
     def planned(self) -> tuple[PlannedBatch, float]:

@@ -32,7 +32,7 @@ PACKERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "polish": partial(mock.patch.object, Search, "polished", _nothing),
     "shortened": partial(mock.patch.object, Search, "_shortened", _nothing),
 }
-"""Packer or refinement -> what takes it out of the search."""
+"""Packer or refinement -> change of the search that leaves it out."""
 
 
 def problems() -> Iterator[tuple[str, Problem]]:

@@ -2,9 +2,9 @@
 
     path -> records (`records`) -> two chats, or two texts -> a prompt with two responses -> PreferencePair
 
-Records have a chosen and a rejected answer: texts, a message, or lists of messages, behind one of the prompts that
-`chat_records.PREFERENCES` lists, or both with their prompt before them, as in TRL. Where all of a record is text, no
-template writes it, and its answers end with the end of document.
+Records have a chosen and a rejected answer (texts, a message, or lists of messages), after one of the prompts that
+`chat_records.PREFERENCES` lists or each with its prompt before it, as in TRL. If all of a record is text, no template
+writes it, and its answers end with the end of document.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class PreferencePair(NamedTuple):
     Attributes:
         chosen, rejected: int64, tokens of the prompt and the answer, with the token that ends it.
         prompt_length: how many of either are the prompt's.
-        chosen_is_target, rejected_is_target: bool, which tokens the assistant wrote, none of the prompt; an answer of
-            several messages has others between.
+        chosen_is_target, rejected_is_target: bool, which tokens the assistant wrote; none of the prompt.
     """
 
     chosen: NDArray[np.int64]
@@ -59,7 +58,7 @@ class PreferencePair(NamedTuple):
     rejected_is_target: NDArray[np.bool_]
 
     def sample(self) -> tuple[SampleTokens, SharedQuestion]:
-        """Return both answers behind their prompt as one sample, and its mask: only what is a target has a loss."""
+        """Return both answers behind their prompt as one sample, and its mask; only targets have a loss."""
         behind = slice(self.prompt_length, None)
         mask = SharedQuestion(self.prompt_length - 1, (len(self.chosen[behind]), len(self.rejected[behind])))
         document = np.append(self.chosen, self.rejected[behind])
@@ -105,15 +104,13 @@ def preference_pairs(
 
 
 class _PairReader:
-    """Reads lines as a prompt with two responses."""
-
     def __init__(self, tokenizer: TextTokenizer, chat_template: str | None) -> None:
         self._tokenizer, self._chat_template = tokenizer, chat_template
         self._texts = TextReader(tokenizer=tokenizer, json_key="")
 
     @cached_property
     def _chats(self) -> ChatReader:
-        """Reads chats; made where there is one, as texts need no template."""
+        """The reader of chats, made only if there is one, because texts need no template."""
         config = DataConfig(
             seq_length=1, data_path=("",), overlong="error", sft=True, chat_template=self._chat_template
         )
@@ -131,9 +128,8 @@ class _PairReader:
 
 
 def _texts(value: dict[str, Any]) -> Question | None:
-    """Return a preference of texts alone; None: it is a chat, or none.
-
-    Without a prompt, by whatever name, it is what both answers begin with, up to a space before they differ.
+    """Return a preference of texts alone; None for a chat, or for no preference. Without a prompt, the prompt is what
+    both answers begin with, up to a space before they differ.
     """
     prompt, chosen, rejected = (value.get(field) for field in (PROMPT, CHOSEN, REJECTED))
     in_chat = {"conversations", "instruction", "system", *ASKED * (prompt is None)} & set(value)

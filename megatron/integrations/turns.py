@@ -3,9 +3,9 @@
     root = Turn(tokens=system_and_task, learned=False, children=(Turn(tokens=first_try), Turn(tokens=other_try, ...)))
     sample, mask = tree_of_turns(root)
 
-Every turn is there once. It sees the turns on the way to it and itself, and its positions go on from theirs. The last
-token before several turns is there once for each of them, as in `shared_question`. A learned token counts as often as
-it would in the branches apart: once for each branch that it is part of; so a mean over tokens is theirs, too.
+Every turn is there once. It sees itself and the turns on the way to it, and its positions go on from theirs. The last
+token before several turns is there once for each of them, as in `shared_question`. A learned token counts once for each
+branch that has it, as it would in the branches apart, so a mean over tokens is theirs, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Turn:
     """Tokens, and what goes on from them.
 
     Attributes:
-        tokens: at least 1; their ends of turns and documents are tokens like others.
-        learned: whether they are, or which of them; 1 and 0 are true and false.
+        tokens: at least 1, ends of turns and documents among them.
+        learned: whether the tokens have a loss, for all or for each; 1 and 0 are true and false.
         children: the turns that go on from it; none: a branch ends here.
     """
 
@@ -51,13 +51,10 @@ class Turn:
 
     @classmethod
     def read(cls, value: Mapping[str, Any], name: str = "turn") -> Turn:
-        """Return the turn of {"tokens": [...], "learned": true, "children": [...]}; of these only tokens are needed.
+        """Return the turn of {"tokens": [...], "learned": true, "children": [...]}; only tokens are needed.
 
-        A null is taken for a key that is missing, as tables have it.
-
-        Raises:
-            InvalidInputError: a key is missing or unknown; says of which turn: `turn.2.1` is the first child of the
-                second one of the first.
+        A null counts as a missing key, as tables have it. InvalidInputError for a missing or unknown key names the
+        turn: `turn.2.1` is the first child of the root's second child.
         """
         # Without recursion: a long talk is a deep tree.
         waiting, found = [(name, value)], []
@@ -73,7 +70,7 @@ class Turn:
                 )
             found.append((place, given))
             waiting += ((f"{place}.{number}", child) for number, child in enumerate(children, 1))
-        made: list[Turn] = []  # those of the turns behind this one that no parent has yet
+        made: list[Turn] = []  # turns behind this one that have no parent yet
         for place, given in reversed(found):
             number = len(given.get("children", ()))
             children = tuple(made[len(made) - number :])
@@ -88,14 +85,14 @@ class Turn:
 def _array(name: str, values: Any) -> NDArray[Any]:
     try:
         return np.asarray(values)
-    except ValueError:  # lists among numbers, or of other lengths than each other
+    except ValueError:  # lists among numbers, or lists of different lengths
         lists = [(index, type(entry).__name__) for index, entry in enumerate(values, 1) if np.iterable(entry)]
         where = "".join(f", of which number {index} is a {kind}" for index, kind in lists[:1])
         raise InvalidInputError(f"a turn has {len(values)} {name!r}{where}: give one list of numbers") from None
 
 
 class _Segment(NamedTuple):
-    """Turns that go on from each other without a branching, one after the other."""
+    """Turns that follow each other without a branching."""
 
     depth: int
     tokens: list[NDArray[np.int64]]
@@ -107,11 +104,7 @@ class _Segment(NamedTuple):
 
 
 def tree_of_turns(root: Turn) -> tuple[SampleTokens, Tree | None]:
-    """Return the tokens of the sample, and its mask; None where nothing branches.
-
-    Raises:
-        InvalidInputError: fewer than 2 tokens before the first branching.
-    """
+    """Return the sample's tokens and its mask, None where nothing branches; at least 2 tokens come before branching."""
     segments = _segments(root)
     first = segments[0].num_tokens
     if first < 2:

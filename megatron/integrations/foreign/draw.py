@@ -1,8 +1,7 @@
-"""Draws a global batch from the lanes' own iterators; all ranks agree on what was drawn.
+"""Draws a global batch from the lanes' own iterators, so that all ranks agree on what was drawn.
 
-TP rank 0 of the stages that read anything draws; the other ranks learn how much there is. Small collectives only: an
-outcome, one sum of a few counts per pipeline stage, and the lengths over the lanes of the first stage (8 bytes each),
-with the texts of masks where samples bring some.
+Only TP rank 0 of the stages that read tokens or labels draws. The collectives are small: an outcome, one sum of a few
+counts per pipeline stage, and the lengths (8 bytes each) and masks of samples over the lanes of the first stage.
 """
 
 from __future__ import annotations
@@ -42,14 +41,12 @@ DataIterators = Iterator[Any] | Sequence[Iterator[Any] | None] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnBatch:
-    """A global batch that was drawn.
+    """A drawn global batch. On ranks that do not draw, `samples` and `sample_ids` are ().
 
     Attributes:
-        step: its number.
-        samples: what this rank drew, () on ranks that do not draw; sample_ids: theirs.
-        num_items: drawn by all lanes.
+        num_items: items that all lanes drew; a pack is one item.
         max_samples: no lane drew more samples; the same on all ranks.
-        sent: columns that travel to stages that read them.
+        sent: columns that travel to the stages that read them.
         lengths: the whole batch on rank 0, () elsewhere.
     """
 
@@ -63,18 +60,12 @@ class DrawnBatch:
 
 
 class BatchDrawer:
-    """Draws this lane's share of each global batch.
+    """Draws this lane's share of each global batch; `draws` says whether this rank draws.
 
     Args:
-        data_iterators: as `ForeignIteratorWrapper` gets them.
-        chunks: what each model chunk of this rank reads.
-        lane, num_lanes: of this rank.
-        drop_last: the data ends at the first batch that is not full.
+        data_iterators, chunks, global_batch_size, drop_last: as `ForeignIteratorWrapper` gets them.
         device: where the tensors of collectives live.
         why_no_masks: why samples must not bring masks, in words; None: they may.
-
-    Attributes:
-        draws: this rank draws.
     """
 
     def __init__(
@@ -110,11 +101,8 @@ class BatchDrawer:
         self.draws = reads and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def draw(self, step: int) -> DrawnBatch | None:
-        """Return the next global batch, None at the end of the data; collective over the job.
-
-        Raises:
-            DynamicCPError: bad data on any rank, or stages that drew different samples; the same on all ranks.
-            DynamicCPError: a rank died or hung; the message names the phase.
+        """Return the next global batch, None at the end of the data. Collective over the job. DynamicCPError: bad data,
+        or stages that drew different samples, on all ranks alike; or a rank died or hung.
         """
         where = f"drawing the samples of step {step}"
         with in_phase(where):
@@ -145,7 +133,6 @@ class BatchDrawer:
         )
 
     def _draw_share(self, step: int) -> tuple[tuple[ForeignSample, ...], int]:
-        """Return (this rank's samples, how many items they were)."""
         if not self.draws:
             return (), 0
         iterator = self._own_iterator()
@@ -197,8 +184,8 @@ class BatchDrawer:
     def _sum_over_ranks(
         self, samples: Sequence[ForeignSample], num_items: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-        """Return, over all ranks: for each stage [ranks that draw, items, samples, checksum of lengths and masks]; how
-        many samples came with position ids, with a loss mask, with labels and without labels; how many have masks.
+        """Return sums over all ranks: [ranks that draw, items, samples, checksum of lengths and masks] of each stage;
+        samples with position ids, a loss mask, labels, and no labels; samples with a mask.
         """
         stages, given = np.zeros((self._num_stages, 4), np.int64), np.zeros(5, np.int64)
         if self.draws:
@@ -229,7 +216,7 @@ class BatchDrawer:
         return summed[:-5].reshape(stages.shape), summed[-5:-1], int(summed[-1])
 
     def _check_stages(self, step: int, stages: NDArray[np.int64]) -> None:
-        """All stages that draw have drawn the same; decided from data that all ranks share."""
+        """Raise the same error on all ranks unless all stages that draw have drawn the same."""
         if stages[0, 0] != self._num_lanes:
             raise InvalidInputError(
                 f"{stages[0, 0]} ranks of the first pipeline stage draw samples, one for each of the "
@@ -245,7 +232,7 @@ class BatchDrawer:
                 )
 
     def _max_samples(self, num_samples: int, has_packs: bool) -> int:
-        """Return the most samples that a lane can have drawn; only packs make it necessary to ask."""
+        """Return the most samples that a lane can have drawn; only packs need a collective for that."""
         if not has_packs:
             return -(-self._global_batch_size // self._num_lanes)
         most = torch.tensor([num_samples], device=self._device)
@@ -253,7 +240,7 @@ class BatchDrawer:
         return int(most.item())
 
     def _gather_masks(self, samples: Sequence[ForeignSample], num_masks: int) -> list[dict[int, Mask]]:
-        """Return for each lane which of its samples have which masks. Collective over the lanes of the first stage."""
+        """Return each lane's masks by the order of its samples. Collective over the lanes of the first stage."""
         if not num_masks or not self.draws or self._stage != 0:
             return [{}] * self._num_lanes
         own = {order: str(sample.mask) for order, sample in enumerate(samples) if sample.mask is not None}
@@ -263,11 +250,7 @@ class BatchDrawer:
     def _gather_lengths(
         self, step: int, samples: Sequence[ForeignSample], max_samples: int, masks: Sequence[Mapping[int, Mask]]
     ) -> tuple[Sample, ...]:
-        """Return the global batch on rank 0, () elsewhere. Collective over the lanes of the first stage.
-
-        Args:
-            masks: of each lane's samples, by their order there.
-        """
+        """Return the global batch on rank 0, () elsewhere. Collective over the lanes of the first stage."""
         if not self.draws or self._stage != 0:
             return ()
         own = torch.zeros(max_samples, dtype=torch.int64)

@@ -2,9 +2,8 @@
 
     draw (lookahead batches ahead) -> lengths -> plan -> re-route -> packs -> one iterator per model chunk
 
-TP rank 0 of the stages that read tokens or labels draws; the other ranks have no iterator and learn everything from the
-plan. Nobody raises alone: bad data on one rank, the end of the data and a plan that failed reach all ranks at the same
-step. What moves between lanes is each lane's own shards (megatron/integrations/foreign/rerouting.py).
+TP rank 0 of the stages that read tokens or labels draws; the other ranks learn everything from the plan. Bad data on
+one rank, the end of the data and a failed plan reach all ranks at the same step.
 """
 
 from __future__ import annotations
@@ -44,35 +43,29 @@ Verify = Literal["off", "digest", "full"]
 
 
 class ForeignIteratorWrapper:
-    """Makes packed micro-batches with their own CP groups out of what a data iterator yields.
-
-    Iterating over it gives one `StepData` per global batch; `wrap()` is the same as `next()`.
+    """Makes packed micro-batches with their own CP groups out of what a data iterator yields; `next()` is `wrap()`.
 
     Args:
         data_iterator: of samples or packs (megatron/integrations/foreign/samples.py), or a list with one for each model
-            chunk. Read on TP rank 0 of stages that read anything, from the first chunk's that does; may be None
-            elsewhere. The iterators of a lane must yield the same samples on every stage that reads.
+            chunk. TP rank 0 of stages that read anything uses that of the first chunk that reads; elsewhere it may be
+            None. The iterators of a lane must yield the same samples on every stage that reads.
         plan_source: makes the plans, `plan_source.lookahead` global batches ahead.
-        groups: prebuilt CP groups.
         chunks: what each model chunk of this rank reads.
         global_batch_size: items of all lanes; a pack is one item. The first `global_batch_size % num_lanes` lanes draw
             one more than the others.
-        drop_last: end at the first global batch that is not full. False: every item is used; lanes that still have
-            data go on with their shares until no lane has any.
-        verify: "digest" compares the plan's digest over all ranks in each step; "full" also judges the whole plan and
+        drop_last: end at the first global batch that is not full. False: lanes that still have data go on.
+        verify: "digest" compares the plan's digest over all ranks in each step; "full" also checks the whole plan and
             compares checksums of all tokens before and after re-routing; "off" does neither.
         first_step: number of the first global batch.
         consumed_samples: items consumed before; the iterators continue there.
-        device: where the tensors go.
         why_no_masks: as `draw.BatchDrawer`.
 
     Attributes:
-        step: number of the next global batch.
-        consumed_samples: items of the global batches that were handed out; those drawn ahead do not count. With `step`
-            what a checkpoint must save.
-        plan: the latest plan, as this lane sees it.
-        rank_tokens: padded tokens of this rank in each micro-batch of it.
-        stats: what the latest `wrap` took; exchange_stats: bytes that this rank's attention sent since then.
+        step, consumed_samples: number of the next global batch, and items of those handed out (those drawn ahead do not
+            count). A checkpoint must save both.
+        plan, rank_tokens: this lane's part of the latest plan, and this rank's padded tokens in each of its
+            micro-batches.
+        stats, exchange_stats: what the latest `wrap` took, and bytes that this rank's attention sent since then.
     """
 
     def __init__(
@@ -129,9 +122,8 @@ class ForeignIteratorWrapper:
         """Return the iterators and counts of the next global batch. Collective over the job.
 
         Raises:
-            StopIteration: the data is at its end; on all ranks at the same step.
-            DynamicCPError: bad data, no plan, ranks that disagree; the same on all ranks.
-                Or a collective failed because another rank died or hung; the message names the phase.
+            StopIteration: the data ended; on all ranks at the same step.
+            DynamicCPError: bad data, no plan or ranks that disagree, on all ranks alike; or a rank died or hung.
         """
         self.stats = ReroutingStats()
         self.exchange_stats = ExchangeStats()
@@ -156,11 +148,11 @@ class ForeignIteratorWrapper:
         return StepData.of(plan, built, self._chunks)
 
     def close(self) -> None:
-        """Stop fetching plans; the plan source is closed."""
+        """Stop fetching plans, and close the plan source."""
         self._plan_source.close()
 
     def _draw_ahead(self) -> None:
-        """Draw one more global batch and ask for its plan; at the end of the data only note that."""
+        """Draw one more global batch and ask for its plan, or note that the data ended."""
         batch = self._drawer.draw(self.step + len(self._in_flight))
         if batch is None:
             self._is_at_its_end = True
@@ -169,7 +161,7 @@ class ForeignIteratorWrapper:
         self._in_flight.append(batch)
 
     def _take_plan(self, batch: DrawnBatch) -> LanePlan:
-        """Return this lane's part of the plan, which all ranks have of the same plan."""
+        """Return this lane's part of the plan; an error on one rank is raised on all."""
 
         def take() -> LanePlan:
             plan = self._plan_source.take(batch.step)
@@ -197,7 +189,6 @@ class ForeignIteratorWrapper:
             )
 
     def _reroute(self, batch: DrawnBatch, plan: LanePlan) -> PackedStep:
-        """Return this lane's packed step with the columns that this rank reads."""
         sent = batch.sent.for_stage(self._needs)
         directory = None
         if self._drawer.draws:
@@ -237,7 +228,7 @@ class ForeignIteratorWrapper:
         return packed
 
     def _check_tokens(self, batch: DrawnBatch, packed: PackedStep, arriving: Incoming) -> None:
-        """Every token that was drawn is on its lane once, on every TP rank of every stage that reads it."""
+        """Raise unless every drawn token is on its lane once, on every TP rank of every stage that reads it."""
         names = batch.sent.for_stage(self._needs).names
         tp_size = self._tp_group.size()
         totals = torch.zeros((2, 1 + len(COLUMNS)), dtype=torch.int64)

@@ -4,9 +4,8 @@
     batch = samples.global_batch(consumed_samples, 512)    # collective: the same lengths on every rank
     wrapper = DataIteratorWrapper(read_sample=samples.read, ...); wrapper.wrap(step, batch)
 
-Trade-off: a sample is tokenized twice, once for its length on the rank that probes it and once where it is trained on;
-sending tokens instead would move the whole global batch. Where an index knows the lengths (.idx, JSONL, text) nothing
-is probed.
+A sample is tokenized twice, once for its length and once where it is trained on; sending tokens instead would move the
+whole global batch. Data whose index knows the lengths (.idx, JSONL, text) need no probing.
 """
 
 from __future__ import annotations
@@ -41,21 +40,19 @@ def probe_lengths(
 ) -> NDArray[np.int64]:
     """Return the length in tokens of each sample, int64 [n], the same on every rank. Collective over `group`.
 
-    Rank r of R probes samples r, r + R, r + 2 R ...; ranks without a sample take part. One all-gather of ceil(n / R)
-    numbers per rank carries lengths and failures; only after a failure a second collective carries its text.
+    Rank r of R probes samples r, r + R, r + 2 R ... One all-gather of ceil(n / R) numbers per rank carries lengths and
+    failures; only a failure needs a second collective, for its text.
 
     Args:
         sample_ids: the same on every rank.
         length_of: sample_id -> its length >= 1; called for this rank's share. Any exception of it is exchanged.
-        group: default: all ranks of the job. With the lanes of one (TP, PP) position as the group, the ranks of a lane
-            would all probe the same, and an error of one would not reach those of the other groups.
+        group: default: all ranks of the job. Errors do not reach ranks outside the group.
         device: where the numbers live during the collective; default: what the job's backend needs.
         noun: what `sample_ids` number, for messages.
 
     Raises:
-        DataError: a sample that cannot be probed; the first one of `sample_ids`, the same error on every rank.
-        DynamicCPError: a rank ended, or did not answer within the group's timeout. (On NCCL the watchdog ends the
-            process instead.)
+        DataError: the first sample that cannot be probed; the same error on every rank.
+        DynamicCPError: a rank ended, or did not answer in time. (On NCCL the watchdog ends the process instead.)
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -95,7 +92,7 @@ def probe_lengths(
 def _probe_share(
     sample_ids: Iterable[int], length_of: Callable[[int], int], *, rank: int, noun: str
 ) -> tuple[list[int], DataError | None]:
-    """Return the lengths up to the first failure, which is marked FAILED, and the failure."""
+    """Return the lengths up to the first failure, which is marked FAILED, and that failure."""
     lengths: list[int] = []
     for sample_id in sample_ids:
         try:
@@ -117,27 +114,23 @@ def _probe_share(
 
 
 class MapStyleDataset(Protocol):
-    """Items by number, as torch.utils.data.Dataset has them."""
+    """Items by number, as torch.utils.data.Dataset has them; `ProbedSamples` says what an item may be."""
 
-    def __len__(self) -> int:
-        """Return the number of items."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Any:
-        """Return an item: `ProbedSamples` says what it may be."""
-        ...
+    def __getitem__(self, index: int) -> Any: ...
 
 
 class ProbedSamples:
     """A data set that tokenizes on the fly, as the endless stream of samples that `DataIteratorWrapper` plans.
 
     Args:
-        dataset: the same on every rank. Item i is either the n >= 2 token ids of a document (list, array or tensor; the
-            last n - 1 are predicted), or a mapping with `tokens` and `labels` (shifted already) of S ids each, and
-            maybe `loss_mask` and `mask`. The same item must have the same length and mask each time.
+        dataset: the same on every rank. Item i is the n >= 2 token ids of a document (the last n - 1 are predicted), or
+            a mapping with `tokens` and `labels` (shifted already) of S ids each, and maybe `loss_mask` and `mask`. Its
+            length and mask must never change.
         order: position in the stream -> item; default: item after item, again and again.
         num_batches: how many coming global batches one probing pass looks at.
-        has_masks: items may have a `mask`: a text for `parse_mask`, or None. One more all-gather in each probing pass.
+        has_masks: items may have a `mask`, a text for `parse_mask`. Costs one more all-gather in each probing pass.
         group, device: of `probe_lengths`.
     """
 
@@ -169,8 +162,7 @@ class ProbedSamples:
         Collective, unless all of them were probed before: call it on all ranks in the same order.
 
         Raises:
-            DataError: an item that cannot be read; the same on every rank.
-            DynamicCPError: a rank is lost; see `probe_lengths`.
+            DataError: an item that cannot be read; the same on every rank. DynamicCPError: a rank is lost.
         """
         items = [self._order(position) for position in range(consumed_samples, consumed_samples + num_samples)]
         if not all(self._seqlens[items]):
@@ -185,7 +177,6 @@ class ProbedSamples:
         )
 
     def _probe(self, items: list[int]) -> None:
-        """Learn the lengths and masks of items. Collective."""
         masks: dict[int, str] = {}
 
         def length_of(item: int) -> int:

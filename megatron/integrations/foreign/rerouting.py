@@ -1,12 +1,11 @@
-"""From the lanes that drew samples to the lanes that compute them: each lane gets only its own zigzag shards.
+"""Sends samples from the lanes that drew them to those that compute them: each lane gets only its own zigzag shards.
 
     directory   reduce-scatter, 16 bytes a sample: the first lane of a bucket tells the owners where their samples go
-    exchange    ONE all-to-all of 4-byte words over the data-parallel group: token ids, labels, position ids as int32,
-                the loss mask as the bits of its float32; only columns that the stage reads and that do not follow
-                from the plan
+    exchange    one all-to-all of 4-byte words over the data-parallel group: token ids, labels, position ids as int32,
+                the loss mask as the bits of its float32; only columns that the stage reads and the plan does not imply
     broadcast   the same words to the other TP ranks of a stage that reads them
 
-Both sides of the exchange know its sizes from the plan. Padding is never sent. A failed collective names its phase.
+Both sides of the exchange know its sizes from the plan. Padding is never sent.
 """
 
 from __future__ import annotations
@@ -34,16 +33,12 @@ from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.integrations.foreign.samples import ForeignSample
 
 MAX_SAMPLES_PER_DRAW = 1_000_000
-"""Samples that one lane can draw for one global batch: the last six digits of a sample id count them."""
+"""Most samples of one lane in one global batch: the last six digits of a sample id count them."""
 
 
 @contextmanager
 def in_phase(name: str) -> Iterator[None]:
-    """Name the phase in the error of a collective that fails because a rank died or hung.
-
-    Raises:
-        DynamicCPError: one did.
-    """
+    """Name the phase in the DynamicCPError of a collective that fails because a rank died or hung."""
     with phase.during(name):
         try:
             yield
@@ -53,11 +48,8 @@ def in_phase(name: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class ReroutingStats:
-    """Bytes and seconds of re-routing on this rank since the latest `wrap` began.
-
-    Attributes:
-        bytes_sent: token data sent to other lanes; bytes_broadcast: to the other TP ranks, by TP rank 0.
-        draw_s: drawing and its agreement; plan_wait_s: waiting for the plan; reroute_s: all that came after.
+    """Re-routing since the latest `wrap` began: bytes sent to other lanes, and by TP rank 0 to other TP ranks; seconds
+    of drawing with its agreement, of waiting for the plan, and of the rest.
     """
 
     bytes_sent: int = 0
@@ -68,11 +60,8 @@ class ReroutingStats:
 
 
 class SentColumns(NamedTuple):
-    """The columns of a global batch that the lanes agreed to send.
-
-    Attributes:
-        names: columns that travel, in the order of COLUMNS.
-        own_labels: labels came from the iterator, so that the last token of a sample has a loss, too.
+    """The columns that the lanes agreed to send, in the order of COLUMNS. If labels came from the iterator
+    (`own_labels`), the last token of a sample has a loss, too.
     """
 
     names: tuple[str, ...]
@@ -85,11 +74,8 @@ class SentColumns(NamedTuple):
 
 
 def columns_to_send(num_positions: int, num_masks: int, num_labels: int, num_made_labels: int) -> SentColumns:
-    """Return the columns that must be sent: those that do not follow from the lengths.
-
-    Args:
-        num_positions, num_masks, num_labels: samples of the global batch that came with each of these.
-        num_made_labels: samples that came without labels.
+    """Return the columns that do not follow from the lengths and must be sent, from numbers of samples in the global
+    batch: with position ids, a loss mask or labels, and without labels.
     """
     sends_mask = num_masks > 0 or (num_labels > 0 and num_made_labels > 0)
     sends = {"position_ids": num_positions > 0, "loss_mask": sends_mask}
@@ -97,18 +83,18 @@ def columns_to_send(num_positions: int, num_masks: int, num_labels: int, num_mad
 
 
 def make_sample_id(step: int, lane: int, order: int, num_lanes: int) -> int:
-    """Return the id of the sample that `lane` drew as number `order` for global batch `step`; unique in the run."""
+    """Return an id, unique in the run, of the sample that `lane` drew as number `order` for global batch `step`."""
     return (step * num_lanes + lane) * MAX_SAMPLES_PER_DRAW + order
 
 
 def sample_origin(sample_id: int, num_lanes: int) -> tuple[int, int, int]:
-    """Return (step, lane, order) of an id."""
+    """Return (step, lane, order) of a sample id."""
     draw, order = divmod(sample_id, MAX_SAMPLES_PER_DRAW)
     return (*divmod(draw, num_lanes), order)
 
 
 class Destination(NamedTuple):
-    """Where a sample goes, and how long it is there with padding (tokens over the whole group)."""
+    """Where a sample goes, and its padded length there (tokens over the whole group)."""
 
     first_lane: int
     cp_size: int
@@ -118,11 +104,7 @@ class Destination(NamedTuple):
 def exchange_directory(
     plan: LanePlan, step: int, max_samples: int, group: dist.ProcessGroup, device: torch.device
 ) -> NDArray[np.int64]:
-    """Return [max_samples, 2]: who claims the samples that this lane drew, for `read_directory`. Collective over lanes.
-
-    Args:
-        max_samples: most samples that a lane drew, the same on all lanes.
-    """
+    """Return the claims of buckets on this lane's samples, int64 [max_samples, 2], for `read_directory`. Collective."""
     num_lanes = group.size()
     claims = np.zeros((num_lanes, max_samples, 2), dtype=np.int64)
     for bucket in plan.buckets:
@@ -141,11 +123,7 @@ def exchange_directory(
 
 
 def read_directory(claims: NDArray[np.int64], samples: Sequence[ForeignSample], step: int) -> list[Destination]:
-    """Return the destination of each drawn sample.
-
-    Raises:
-        DisagreementError: a sample that is not in exactly one bucket with its own length.
-    """
+    """Return each drawn sample's destination; DisagreementError unless it is in one bucket, with its own length."""
     places = []
     for order, sample in enumerate(samples):
         place, seqlens = claims[order].tolist()
@@ -170,7 +148,7 @@ def read_directory(claims: NDArray[np.int64], samples: Sequence[ForeignSample], 
 
 
 class Outgoing(NamedTuple):
-    """The rows that leave a lane: int32 words [n, columns], by the lane that they go to and by sample; rows a lane."""
+    """The rows that leave a lane: int32 words [n, columns], by receiving lane and sample; how many go to each lane."""
 
     words: NDArray[np.int32]
     rows: list[int]
@@ -193,13 +171,12 @@ def outgoing(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Incoming:
-    """The rows that arrive at a lane (n of them), known from the plan.
+    """The n rows that arrive at a lane, known from the plan.
 
     Attributes:
         rows: how many come from each lane.
         targets: local token of the packed step that each row is, int64 [n].
-        sample_ids, positions: whose token it is, and where in the sample, int64 [n].
-        is_last: it is the last of its sample, bool [n].
+        sample_ids, positions, is_last: sample and place of each row, int64 [n]; whether it is the last there, bool [n].
     """
 
     rows: tuple[int, ...]
@@ -210,11 +187,7 @@ class Incoming:
 
 
 def incoming(plan: LanePlan, step: int, num_lanes: int) -> Incoming:
-    """Return the rows that arrive at the plan's lane, in the order of `outgoing`.
-
-    Raises:
-        DisagreementError: a sample that no lane drew for this step.
-    """
+    """Return the rows that arrive at the plan's lane, in the order of `outgoing`; refuse a sample of another step."""
     rows = [0] * num_lanes
     arriving = []
     start = 0
@@ -255,7 +228,7 @@ def exchange(
     device: torch.device,
     stats: ReroutingStats,
 ) -> Tensor:
-    """Return the rows that arrived, int32 [n, columns] on `device`. Collective over lanes, one all-to-all."""
+    """Return the rows that arrived, int32 [n, columns] on `device`. Collective over lanes: one all-to-all."""
     sent = torch.from_numpy(leaving.words).to(device)
     received = sent.new_empty((len(arriving.targets), sent.shape[1]))
     with in_phase(f"re-routing of step {step} (exchange, all-to-all over {group.size()} lanes)"):
@@ -273,7 +246,7 @@ def broadcast(
     device: torch.device,
     stats: ReroutingStats,
 ) -> Tensor:
-    """Return TP rank 0's `words` on all TP ranks. Collective over the TP group, one broadcast."""
+    """Return TP rank 0's `words` on all TP ranks. Collective over the TP group: one broadcast."""
     if group.size() == 1:
         assert words is not None
         return words
@@ -288,7 +261,7 @@ def broadcast(
 
 
 def fill(packed: PackedStep, words: Tensor, arriving: Incoming, sent: SentColumns) -> PackedStep:
-    """Return `packed` with the columns that arrived, and those that follow from the plan; all 0 for padding."""
+    """Return `packed` with the columns that arrived and those that follow from the plan; padding is 0."""
     device = words.device
     targets = torch.from_numpy(arriving.targets).to(device)
     num_tokens = len(packed.positions)
@@ -320,7 +293,7 @@ def count_drawn(samples: Sequence[ForeignSample], ids: Sequence[int], names: Seq
 
 
 def count_packed(packed: PackedStep, arriving: Incoming, names: Sequence[str], lane: int) -> list[int]:
-    """Return the same of the tokens of a packed step, which this rank computes on."""
+    """Return the same counts for the tokens of a packed step that this rank computes on."""
     assert packed.columns is not None
     assert packed.loss_mask is not None
     positions = np.concatenate([shard for bucket in packed.buckets for shard in shards_of(bucket, lane)])

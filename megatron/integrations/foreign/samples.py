@@ -1,11 +1,11 @@
-"""What a foreign data iterator yields, checked and cut into samples: single ones or packs with `cu_seqlens`.
+"""Checks what a foreign data iterator yields and cuts it into samples: single ones, or packs with `cu_seqlens`.
 
     {"tokens": [S], "labels"?, "loss_mask"?, "position_ids"?}              one sample
     {..., all [T], "cu_seqlens": [n + 1], "cu_seqlens_padded"?: [n + 1]}   n samples, one after the other
     {..., "mask"?: text, or one text or None for each of several samples}  which keys their tokens see (`parse_mask`)
 
-Torch or numpy. Labels that are missing are the tokens moved by one within the sample; its last position has then no
-loss. Values travel as 4-byte words, so token ids and labels must fit into int32.
+Values are torch tensors or numpy arrays. Missing labels are the tokens moved by one within the sample, whose last
+position then has no loss. Values travel as 4-byte words, so token ids and labels must fit into int32.
 """
 
 from __future__ import annotations
@@ -26,14 +26,9 @@ from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForeignSample:
-    """The columns of one sample that this rank's chunks read; None for those that they do not, or that were not given.
+    """One sample's columns, int32 [seqlen] (loss_mask float32); None: not given, or read by no chunk of this rank.
 
-    Attributes:
-        seqlen: tokens.
-        tokens, labels, position_ids: int32 [seqlen].
-        loss_mask: float32 [seqlen].
-        own_labels: labels came from the iterator.
-        mask: of its own, None: that of the layers.
+    `own_labels`: labels came from the iterator. `mask`: of the sample; None: that of the layers.
     """
 
     seqlen: int
@@ -62,11 +57,8 @@ class ForeignSample:
 
 
 def read_item(item: Any, needs: ChunkNeeds) -> list[ForeignSample]:
-    """Return the samples of what the iterator yielded.
-
-    Raises:
-        DataError: naming the key: missing, of a wrong type, shape or range, boundaries that contradict the tokens, or a
-            mask that does not fit its sample.
+    """Return the samples of what the iterator yielded; DataError for a key that is missing or of a wrong type, shape or
+    range, boundaries that contradict the tokens, or a mask that does not fit.
     """
     if not isinstance(item, Mapping):
         raise DataError(f"the data iterator yielded a {type(item).__name__}, a dict with the key 'tokens' is needed")
@@ -120,7 +112,7 @@ def _cut(
 
 
 def _masks(item: Mapping[str, Any], seqlens: Sequence[int]) -> list[Mask | None]:
-    """Return the mask of each sample, which fits it."""
+    """Return the mask of each sample, once it is known to fit."""
     given = item.get("mask")
     if given is None:
         return [None] * len(seqlens)
@@ -145,7 +137,6 @@ def _masks(item: Mapping[str, Any], seqlens: Sequence[int]) -> list[Mask | None]
 
 
 def _boundaries(item: Mapping[str, Any], num_tokens: int) -> list[tuple[int, int]]:
-    """Return (first, end) of each sample within the item's tokens."""
     if item.get("cu_seqlens") is None:
         if num_tokens == 0:
             raise DataError("key 'tokens' is empty: drop empty samples in the data set", key="tokens")

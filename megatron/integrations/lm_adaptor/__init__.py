@@ -1,16 +1,9 @@
-"""Trains an unedited Megatron-LM checkout with dynamic context parallelism.
+"""Trains an unedited Megatron-LM checkout with dynamic context parallelism; an import of
+`megatron.dynamic_cp.megatron_lm` activates it, too.
 
-Read in this order:
-
-- `checkout`: which checkout, which version, and what newer ones do otherwise
-- `flags`: its command line with ours
-- `counts`: samples, FLOPs and log lines where batches have any size
-- `data`, `varlen`: its data sets, and documents as samples
-- `model`, `cpu`: its model with our layers; CPU ranks
-- `session`: groups, planner, a step
-- `scheduler`: the command line of our planner as a packing scheduler of branch dev
-- `hooks`, `replacements`: the functions that take the places of Megatron-LM's, and the table of what is replaced
-- `run`: the command `megatron.dynamic_cp.run`
-
-An import of `megatron.dynamic_cp.megatron_lm` activates it, too.
+Read in this order: `checkout` (which one, which version, and how newer ones differ), `flags` (its command line with
+ours), `counts` (samples, FLOPs and log lines of batches of any size), `data` and `varlen` (its data sets, and documents
+as samples), `model` (its model with our layers), `cpu` (CPU ranks), `session` (groups, planner, a step), `scheduler`
+(our planner as a packing scheduler of branch dev), `hooks` and `replacements` (what takes the places of Megatron-LM's
+functions, and the table of it), `run` (the command).
 """

@@ -1,7 +1,4 @@
-"""Which Megatron-LM checkout a script belongs to, what of it the adaptor can use, and what newer releases do otherwise.
-
-Imports nothing from it.
-"""
+"""Which Megatron-LM checkout a script belongs to, what of it the adaptor can use, and how newer releases differ."""
 
 from __future__ import annotations
 
@@ -23,17 +20,17 @@ SUPPORTED_VERSIONS = {
     "0.16.1": "core_v0.16.1",
     "0.17.1": "core_v0.17.1",
     "0.18.2": "core_v0.18.2",
-    "0.19.1": "core_v0.19.0",  # says so of itself
-    "0.19.2": "core_v0.19.0",  # the last tag that was there
+    "0.19.1": "core_v0.19.0",  # that tag's package says 0.19.1
+    "0.19.2": "core_v0.19.0",  # the latest tag; 0.19.2 has none
     "0.20.0": "d98e8a64 (branch main of 2026-08-22)",
 }
 """Versions whose training loop the adaptor replaces parts of -> the tag or commit that was run."""
 
 WITHOUT_TAG = frozenset({"0.19.2", "0.20.0"})
-"""Those that more than one commit says it is, of which none or one was run."""
+"""Versions that several commits say they are, of which one or none was run."""
 
 NEEDED = {"six": "six", "regex": "regex", "yaml": "pyyaml"}
-"""Modules that a checkout's training code imports -> packages that have them; the extra megatron-lm."""
+"""Modules that a checkout's training code imports -> packages of the extra megatron-lm that have them."""
 
 _SCHEDULES = Path("megatron", "core", "datasets", "data_schedule.py")
 _VERSION = Path("megatron", "core", "package_info.py")
@@ -41,13 +38,8 @@ _VERSION = Path("megatron", "core", "package_info.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkout:
-    """A Megatron-LM source tree.
-
-    Attributes:
-        root: its top folder, which holds `megatron/training`.
-        version: of its megatron-core.
-        takes_schedulers: it packs sequences itself, with CP sizes of their own, by schedulers of a table that can be
-            added to.
+    """A Megatron-LM source tree. `root` holds `megatron/training`; `version` is that of its megatron-core. If it
+    `takes_schedulers`, it packs sequences itself, by schedulers of a table that can be added to.
     """
 
     root: Path
@@ -56,11 +48,7 @@ class Checkout:
 
 
 def find_root(script: Path) -> Path:
-    """Return the top folder of the checkout that `script` lies in.
-
-    Raises:
-        InvalidInputError: no folder above it is a checkout.
-    """
+    """Return the top folder of the checkout that `script` lies in; raise InvalidInputError if it lies in none."""
     for folder in script.resolve().parents:
         if (folder / "megatron" / "training").is_dir() and (folder / _VERSION).is_file():
             return folder
@@ -71,11 +59,8 @@ def find_root(script: Path) -> Path:
 
 
 def open_checkout(script: Path) -> Checkout:
-    """Return the checkout of `script`.
-
-    Raises:
-        InvalidInputError: there is no such script, or it is in no checkout.
-        UnsupportedFeatureError: a version that the adaptor does not know.
+    """Return the checkout of `script`. InvalidInputError: there is no such script, or it is in no checkout.
+    UnsupportedFeatureError: a version that the adaptor does not know, or that needs a newer Python.
     """
     if not script.is_file():
         raise InvalidInputError(f"{script} does not exist: give the path of a checkout's pretrain_gpt.py")
@@ -106,7 +91,7 @@ def open_checkout(script: Path) -> Checkout:
 
 
 def _nearest(version: str) -> str:
-    """Return the supported version that is nearest to another: of its minor release, if one is."""
+    """Return the supported version whose numbers are nearest to another's."""
     numbers = [int(number) for number in re.findall(r"\d+", version)[:3]]
 
     def distance(known: str) -> list[int]:
@@ -118,12 +103,9 @@ def _nearest(version: str) -> str:
 def put_first(root: Path) -> None:
     """Have `megatron.core` and `megatron.training` imported from the checkout at `root`.
 
-    `megatron` is a namespace package: each folder on the path adds its part, and the first one that has a subpackage
-    wins. The checkout goes before the installed megatron-core, because its training code is written against its own.
-
-    Raises:
-        InvalidInputError: megatron-core was imported before, from elsewhere, or the checkout's `megatron` is no
-            namespace package.
+    `megatron` is a namespace package: the first folder on the path that has a subpackage wins. The checkout comes
+    first, because its training code is written against its own megatron-core. InvalidInputError if megatron-core was
+    imported before from elsewhere, or the checkout's `megatron` is no namespace package.
     """
     if (root / "megatron" / "__init__.py").exists():
         raise InvalidInputError(
@@ -142,11 +124,7 @@ def put_first(root: Path) -> None:
 
 
 def explain_missing_package(error: ModuleNotFoundError) -> None:
-    """Say what to install when the training code cannot import something of NEEDED.
-
-    Raises:
-        InvalidInputError: naming all that is missing.
-    """
+    """Raise InvalidInputError, saying what to install, if the training code cannot import something of NEEDED."""
     if error.name not in NEEDED:
         return
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
@@ -176,7 +154,7 @@ def _defined(source: Path) -> set[str]:
 
 
 def _constants(source: Path) -> Iterator[tuple[str, object]]:
-    """Yield (name, value) of the assignments at the top level; value None: not a constant."""
+    """Yield (name, value) of the assignments at the top level; the value is None if it is no constant."""
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign):
             value = node.value.value if isinstance(node.value, ast.Constant) else None

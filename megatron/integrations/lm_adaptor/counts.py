@@ -21,7 +21,7 @@ from megatron.trainer.reporting.log import Interval, StepRecord, plan_scalars
 
 
 class Samples(NumMicroBatchesCalculator):
-    """In place of Megatron-LM's calculator: the global batch has any size, and the plan says how many micro-batches.
+    """Takes the place of Megatron-LM's calculator: the global batch has any size, and the plan sets the micro-batches.
 
     Megatron-LM counts samples as micro-batches times micro-batch size times data-parallel size. Inside `counted` that
     product is the global batch; elsewhere it is rounded up to a multiple of the lanes.
@@ -36,7 +36,7 @@ class Samples(NumMicroBatchesCalculator):
 
     @property
     def overcounted(self) -> int:
-        """Samples of a step that the product has too many."""
+        """Samples by which the product exceeds the global batch."""
         return int(self.num_micro_batches * self._num_lanes - self.current_global_batch_size)
 
     def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
@@ -44,7 +44,7 @@ class Samples(NumMicroBatchesCalculator):
 
     @contextlib.contextmanager
     def counted(self, args: argparse.Namespace) -> Iterator[None]:
-        """Have Megatron-LM's product count the samples of the global batch: as if one lane had a micro-batch each."""
+        """Make Megatron-LM's product the samples of the global batch, as if one lane had a micro-batch for each."""
         num_micro_batches, data_parallel_size = self.num_micro_batches, args.data_parallel_size
         self.num_micro_batches, args.data_parallel_size = self.current_global_batch_size, 1
         try:
@@ -74,7 +74,7 @@ class StepFlops:
 
     @property
     def mean(self) -> float:
-        """Mean FLOPs of the steps since `start_interval`; until there is one, of those before it."""
+        """Mean FLOPs of the steps since `start_interval`, or of those before it until a new one is added."""
         return sum(self._steps) / len(self._steps)
 
     def start_interval(self) -> None:
@@ -83,12 +83,10 @@ class StepFlops:
 
 
 def tell_tracker(routing: Routing, chunks: Iterable[torch.nn.Module], num_micro_batches: int) -> None:
-    """Have Megatron-LM log the losses of routers, in the place of megatron-core's routers.
+    """Have Megatron-LM log the losses of our routers instead of those of megatron-core.
 
-    It sums over stages, means over lanes and divides by `num_micro_batches`; every rank knows the means of its layers.
-
-    Args:
-        chunks: of this rank.
+    It sums over stages, averages over lanes and divides by `num_micro_batches`; every rank knows the means of its
+    layers.
     """
     for router in routers(chunks):
         layer = routing.layers.get(router.number_in_model)
@@ -136,7 +134,7 @@ def plan_line(record: StepRecord, facts: PlanFacts) -> str:
 
 
 def write_scalars(record: StepRecord, iteration: int) -> None:
-    """Write what is known of the plan to Megatron-LM's TensorBoard and Weights & Biases, on the rank that has them."""
+    """Write the plan's figures to Megatron-LM's TensorBoard and Weights & Biases, on the rank that has them."""
     global_vars = importlib.import_module("megatron.training.global_vars")
     scalars = plan_scalars(Interval(records=(record,), world_size=dist.get_world_size()))
     writer, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()

@@ -1,6 +1,5 @@
-"""CPU ranks (gloo) for a checkout: what Megatron-LM's training code assumes about CUDA.
-
-`megatron.dynamic_cp.repairs.cpu_backend` does the same for megatron-core. Used with --distributed-backend gloo only.
+"""CPU ranks (--distributed-backend gloo) for a checkout: repairs of what Megatron-LM's training code assumes about
+CUDA. `megatron.dynamic_cp.repairs.cpu_backend` does the same for megatron-core.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def enable(timeout_minutes: float) -> None:
 
 
 def with_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` told that there is one device: Megatron-LM builds its groups and seeds only then."""
+    """Return `function` told that there is one device: only then does Megatron-LM build its groups and seeds."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         original = torch.cuda.device_count
@@ -60,22 +59,19 @@ def with_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_random_states(loader: Any) -> None:
-    """Have a DataLoader (anything else is left alone) not draw its seed from the generator that dropout draws from.
+    """Give a DataLoader (and nothing else) a generator of its own, so that it draws no seed from the one of dropout.
 
-    On a device these are two. Only TP rank 0 reads, so that TP ranks would drop different activations, and a resumed
-    run others than the first one.
+    On a device these are two generators anyway. On CPU only TP rank 0 reads, so its dropout would differ from that of
+    other TP ranks, and that of a resumed run from the first one's.
     """
     if isinstance(loader, DataLoader):
         loader.generator = torch.Generator()
 
 
 def load_dataset_helpers() -> None:
-    """Have the checkout's `megatron.core.datasets` use the compiled helpers of the installed megatron-core.
-
-    Megatron-LM compiles them into the checkout and then looks for CUDA's compiler; this leaves the checkout as it is.
-
-    Raises:
-        InvalidInputError: they are neither in the checkout nor installed.
+    """Let the checkout's `megatron.core.datasets` use the compiled helpers of the installed megatron-core; raise
+    InvalidInputError if neither has them. Megatron-LM would compile them into the checkout and look for CUDA's
+    compiler.
     """
     name = "megatron.core.datasets.helpers_cpp"
     if name in sys.modules or importlib.util.find_spec(name) is not None:

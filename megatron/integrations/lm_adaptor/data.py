@@ -1,8 +1,8 @@
 """Megatron-LM's data sets, read in global batches of any size.
 
-Lane r of N draws the samples r, r + N, ... of each global batch: a function of consumed samples and global batch size
-only, so that a run resumes with another number of lanes. Trailing tokens without a loss are cut off each sample: no
-later token attends to them, so loss and gradients stay the same, and padding is not computed.
+Lane r of N draws samples r, r + N, ... of each global batch, as consumed samples and global batch size alone say: a run
+may resume with another number of lanes. Trailing tokens without a loss are cut off, because no later token attends to
+them: less padding is computed, and loss and gradients stay the same.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSampler:
-    """Yields [index] of each sample that a lane draws; whole global batches only.
-
-    Attributes:
-        num_samples: of the data set; consumed_samples: where to begin.
-    """
+    """Yields [index] for each sample that a lane draws, from `consumed_samples` on; whole global batches only."""
 
     num_samples: int
     consumed_samples: int
@@ -46,21 +42,15 @@ class LaneSampler:
 
 
 def only_item(items: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
-    """Return the one item of a list, as numpy arrays without what needs no computing; a DataLoader's collate_fn."""
+    """Return the one item of a list, trimmed, as numpy arrays; a DataLoader's collate_fn."""
     (item,) = items
     return trimmed({name: np.asarray(item[name]) for name in (*COLUMNS, "cu_seqlens") if item.get(name) is not None})
 
 
 def trimmed(item: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Return a sample or pack without the tokens of each sample that follow its last loss.
-
-    A sample without any loss keeps its first token: empty ones have no place in a plan.
-
-    Args:
-        item: with `loss_mask`, else nothing is cut; [T] each, `cu_seqlens` [n + 1] for n samples.
-
-    Raises:
-        DataError: boundaries that do not ascend from 0 to T.
+    """Return a sample or pack without the tokens of each sample that follow its last loss; at least one is kept,
+    because a plan has no place for empty samples. Columns are [T], `cu_seqlens` [n + 1] for n samples; without
+    `loss_mask` nothing is cut. DataError: boundaries that do not ascend from 0 to T.
     """
     mask = item.get("loss_mask")
     if mask is None:
@@ -85,7 +75,7 @@ def trimmed(item: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 
 def ignore(number: int, _worker: int) -> None:
-    """Begin a worker process so that it outlives the signal with which a run is asked to save."""
+    """Let a worker process ignore the signal that asks a run to save, so that it outlives it."""
     signal.signal(number, signal.SIG_IGN)
 
 
@@ -96,11 +86,7 @@ def build_loader(
     num_workers: int,
     worker_init: Callable[[int], None] | None = None,
 ) -> DataLoader[dict[str, NDArray[Any]]]:
-    """Return the loader of one lane: one sample or pack at a time, numpy.
-
-    Args:
-        worker_init: called by each worker process with its number.
-    """
+    """Return the loader of one lane: one sample or pack at a time, in numpy arrays."""
     keep_what_forks_inherit()
     return DataLoader(
         dataset,
@@ -109,24 +95,19 @@ def build_loader(
         persistent_workers=num_workers > 0,
         collate_fn=only_item,
         worker_init_fn=worker_init,
-        generator=torch.Generator(),  # the run's own would be moved, on those ranks that read
+        generator=torch.Generator(),  # the run's own would advance, on ranks that read
     )
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
-    """End the worker processes of a loader: where they ignore SIGTERM, the interpreter would wait for them forever."""
+    """End a loader's worker processes: if they ignore SIGTERM, the interpreter would wait for them forever."""
     running = loader._iterator
     if running is not None:
         running._shutdown_workers()  # type: ignore[attr-defined]
 
 
 class LaneIterator:
-    """The data iterator that Megatron-LM passes around; on every rank, also on those that do not read.
-
-    Attributes:
-        name: "train", "validation" or "test".
-        items: of this lane, or None where nothing is read.
-    """
+    """The data iterator that Megatron-LM passes around, on every rank; `items` is None on those that do not read."""
 
     def __init__(self, name: str, items: Iterator[Any] | None) -> None:
         self.name = name

@@ -1,7 +1,7 @@
 """Megatron-LM's command line with the flags of dynamic context parallelism: added, refused, translated.
 
-Flags that Megatron-LM has keep its meaning and its parser. `--context-parallel-size C` becomes the CP size of the
-static plan; Megatron-LM itself is built with 1, because every micro-batch brings its own group.
+`--context-parallel-size C` becomes the CP size of the static plan; Megatron-LM itself is built with 1, because every
+micro-batch brings its own group. Other flags of Megatron-LM keep their meaning and their parser.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.trainer.data.config import OVERLONG_POLICIES
 from megatron.trainer.flags.settings import DYNAMIC_CP, TABLE
 from megatron.trainer.flags.validation import check_micro_batch_size, planning_settings
 
-_DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # where the name is not that of the flag
+_DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # attributes that are not named like the flag
 _EXCHANGE_NAMES = {"allgather": "all_gather"}  # Megatron-LM's name -> ours
 _LOOP = "it changes the training loop that dynamic context parallelism takes part in"
 _DATA = "global batches are drawn in the order of one data set"
@@ -43,7 +43,7 @@ STOCK_SPECS = (
     ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
     ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
 )
-"""Of layers of a pattern, which 0.18 asks for: ours take the places of theirs."""
+"""Values of --spec that are let through: 0.18 needs them for layers of a pattern, and ours take their places."""
 
 REFUSED: tuple[Unsupported, ...] = (
     *UNSUPPORTED,
@@ -90,7 +90,7 @@ PATTERNS = tuple(
     Unsupported(flag, f"checkouts train layers of a pattern from {checkout.BATCH_OF_FIELDS.since} on {_OURS}")
     for flag in (PATTERN, "--hybrid-layer-pattern")
 )
-"""Refused where `checkout.BATCH_OF_FIELDS` is not there: the script's micro-batch has a form of its own."""
+"""Refused in checkouts before `checkout.BATCH_OF_FIELDS`, whose script builds its micro-batches in another form."""
 
 
 def _refused() -> tuple[Unsupported, ...]:
@@ -98,11 +98,8 @@ def _refused() -> tuple[Unsupported, ...]:
 
 
 class Setting(NamedTuple):
-    """A value of Megatron-LM's arguments that --dynamic-cp sets, regardless of the command line.
-
-    Attributes:
-        flag: with which a user sets it.
-        is_planned: what was given is followed by the plan; only Megatron-LM itself gets `value`.
+    """A value of Megatron-LM's arguments, set by users with `flag`, that --dynamic-cp sets whatever the command line
+    says. If `is_planned`, the plan follows what the user gave; only Megatron-LM itself gets `value`.
     """
 
     name: str
@@ -145,7 +142,7 @@ FORCED: tuple[Setting, ...] = (
 
 
 class _Additions:
-    """A parser that adds what the wrapped one lacks: an existing flag stays as it is."""
+    """A parser that adds only flags that the wrapped one lacks."""
 
     def __init__(self, parser: Any) -> None:
         self._parser = parser
@@ -180,7 +177,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def accept_auto(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Have Megatron-LM's flag for the token limit take "auto" beside a number; return its parser."""
+    """Let Megatron-LM's flag for the token limit take "auto" beside a number; return its parser."""
     for action in parser._actions:
         if _LIMIT in action.option_strings:
             action.type = tokens_or_auto
@@ -188,12 +185,7 @@ def accept_auto(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Check parsed arguments of Megatron-LM against the features that are refused.
-
-    Raises:
-        UnsupportedFeatureError: naming the flag.
-        InvalidInputError: a value that cannot be.
-    """
+    """Raise UnsupportedFeatureError for a refused flag of Megatron-LM, InvalidInputError for a value that cannot be."""
     for feature in _refused():
         if not feature.is_off(getattr(args, destination(feature.flag), None)):
             raise feature.error()
@@ -211,11 +203,7 @@ def refuse(args: argparse.Namespace) -> None:
 
 
 def refuse_without_effect(args: argparse.Namespace) -> None:
-    """Check that a run was not given flags of ours that say what it is to do without those that let them.
-
-    Raises:
-        InvalidInputError: naming the flag.
-    """
+    """Raise InvalidInputError for a flag of ours that needs another one which was not given."""
     for flag in ("--eod-id", "--varlen-mock-dataset-config-json"):
         if not args.use_varlen_dataset and getattr(args, destination(flag)) is not None:
             raise InvalidInputError(f"{flag} needs --use-varlen-dataset: add it, or leave {flag} out")
@@ -230,11 +218,7 @@ def refuse_without_effect(args: argparse.Namespace) -> None:
 
 
 def refuse_on_cpu(args: argparse.Namespace) -> None:
-    """Check parsed arguments of a run on CPU ranks.
-
-    Raises:
-        UnsupportedFeatureError: naming the flag.
-    """
+    """Raise UnsupportedFeatureError for a flag that does not work on CPU ranks."""
     worker = Unsupported(
         "--use-persistent-ckpt-worker",
         "on CPU ranks Megatron-LM's worker ends, for lack of a CUDA device, and the first save waits for it",
@@ -245,7 +229,7 @@ def refuse_on_cpu(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def any_evaluation_batch(args: argparse.Namespace) -> Iterator[None]:
-    """Have Megatron-LM validate another global batch for evaluation than training's, which lanes need not divide."""
+    """Let Megatron-LM validate a global batch for evaluation that lanes divide, and set training's afterwards."""
     if not hasattr(args, "eval_global_batch_size"):
         yield
         return
@@ -255,11 +239,8 @@ def any_evaluation_batch(args: argparse.Namespace) -> Iterator[None]:
 
 
 def refuse_loaded(args: argparse.Namespace) -> None:
-    """Check validated arguments again: --use-checkpoint-args may have changed them.
-
-    Raises:
-        UnsupportedFeatureError: naming the flag.
-        InvalidInputError: flags of positions, activations, experts, latent or linear attention that disagree.
+    """Check validated arguments again, because --use-checkpoint-args may have changed them. UnsupportedFeatureError
+    names a flag; InvalidInputError: flags of positions, activations, experts, latent or linear attention disagree.
     """
     follows_from_others = {"--eval-global-batch-size"}
     for feature in _refused():
@@ -281,7 +262,7 @@ def refuse_loaded(args: argparse.Namespace) -> None:
 
 
 def destination(flag: str) -> str:
-    """Return where Megatron-LM's parser puts the value of `flag`."""
+    """Return the attribute in which Megatron-LM's parser puts the value of `flag`."""
     return _DESTINATIONS.get(flag, destination_of(flag))
 
 
@@ -292,11 +273,7 @@ def exchange_of(args: argparse.Namespace) -> str:
 
 
 def translate(args: argparse.Namespace) -> argparse.Namespace:
-    """Set what --dynamic-cp needs in Megatron-LM's `args`, before it validates them; return what was asked for.
-
-    Raises:
-        DynamicCPError: see `refuse`.
-    """
+    """Set what --dynamic-cp needs in `args` before Megatron-LM validates them; return what was given. See `refuse`."""
     refuse(args)
     asked = copy.copy(args)
     if args.micro_batch_size is None:
@@ -308,11 +285,7 @@ def translate(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def overridden(asked: argparse.Namespace, argv: Sequence[str]) -> list[tuple[int, str]]:
-    """Return (logging level, line) for each value of the command line that FORCED changes.
-
-    Args:
-        asked: as the user gave them; argv: the command line, which tells what was given from what is a default.
-    """
+    """Return (logging level, line) for each value of `asked`, given on the command line `argv`, that FORCED changes."""
     given = {word.split("=", 1)[0] for word in argv}
     lines = []
     for setting in FORCED:
@@ -329,51 +302,36 @@ def overridden(asked: argparse.Namespace, argv: Sequence[str]) -> list[tuple[int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What is planned of a checkout's run.
-
-    Attributes:
-        settings: as our own trainer has them.
-        arguments: Megatron-LM's, with what the user asked for in the place of what Megatron-LM gets: for a dump.
-    """
+    """How a checkout's run is planned. `arguments` are Megatron-LM's, for dumps, with what the user asked for."""
 
     settings: PlanningSettings
     arguments: Mapping[str, Any]
 
 
 def planned(asked: argparse.Namespace, args: argparse.Namespace) -> Planned:
-    """Return how the run is planned, completed and checked.
-
-    Args:
-        asked: as the user gave them; args: as Megatron-LM validated them.
-
-    Raises:
-        DynamicCPError: a CP size, limit or sample length that does not fit the lanes.
+    """Return how a run is planned, from arguments as the user gave them (`asked`) and as Megatron-LM validated them;
+    raise DynamicCPError for a CP size, limit or sample length that does not fit the lanes.
     """
     ours = with_heads(args)
     ours.context_parallel_size = asked.context_parallel_size
     ours.cp_comm_type = exchange_of(asked)
     ours.max_seqlen_per_dp_cp_rank = asked.max_seqlen_per_dp_cp_rank
-    for field in fields(StateDtypes):  # as they were typed: Megatron-LM makes torch's of the dtypes
+    for field in fields(StateDtypes):  # as typed: Megatron-LM turns them into torch's dtypes
         setattr(ours, field.name, getattr(asked, field.name, field.default))
     settings = planning_settings(ours, auto_places=False)
     return Planned(settings=settings, arguments=MappingProxyType({**vars(ours), **settings.completed_flags()}))
 
 
 def model_shape(args: argparse.Namespace, pipeline_layers: PipelineLayers = ()) -> ModelShape:
-    """Return the numbers of a checkout's model that decide its cost, once its vocabulary is known.
-
-    Args:
-        args: as Megatron-LM validated them.
-        pipeline_layers: `PlanningSettings.pipeline_layers`.
-    """
+    """Return the numbers of a checkout's model that decide its cost, from arguments with the padded vocabulary."""
     return shape.model_shape(with_heads(args), args.padded_vocab_size, pipeline_layers)
 
 
 def with_heads(args: argparse.Namespace) -> argparse.Namespace:
-    """Return a copy that says the heads of any attention, and layers of a pattern, as our own trainer does.
+    """Return a copy of Megatron-LM's arguments that says heads and layers of a pattern as our own trainer does.
 
-    `num_query_groups` is the number of KV heads also without --group-query-attention. `kv_channels` is the width of a
-    head also with latent attention, where Megatron-LM leaves it as it is without, and nothing reads it.
+    `num_query_groups` is the number of KV heads also without --group-query-attention, and `kv_channels` the width of a
+    head also with latent attention, where Megatron-LM neither sets nor reads it.
     """
     copied = copy.copy(args)
     if not args.group_query_attention:

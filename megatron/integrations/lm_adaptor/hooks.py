@@ -1,8 +1,8 @@
-"""The functions and classes that take the places of Megatron-LM's: each says why, `replacements` which takes whose.
+"""The functions and classes that replace Megatron-LM's, each with its reason; `replacements` has the table.
 
-Each gets what it shares with the others and what it replaces, then that one's arguments; those for the script get its
-arguments alone. Without --dynamic-cp each calls what it replaced. What imports megatron-core is imported when it is
-called: the checkout's has to come first on the path.
+Each gets the `Adaptor`, what it replaces, and the arguments of that; those for the script get its arguments alone.
+Without --dynamic-cp each calls what it replaced. megatron-core is imported only inside functions, because the
+checkout's must come first on the path.
 """
 
 from __future__ import annotations
@@ -46,16 +46,11 @@ class Adaptor:
     """What the replaced functions of a process share.
 
     Attributes:
-        get_args: Megatron-LM's.
         in_script: symbol of the script -> what takes its place.
-        on_cpu: these are CPU ranks.
         forward_step, process_non_loss_data: functions that the script gives to pretrain().
-        asked: the flags as `flags.translate` returns them, None without --dynamic-cp.
-        planned: what they say of plans, once Megatron-LM has validated its own.
-        session, samples, varlen: made as the run starts.
-        loaders: whose workers end with the run.
-        elapsed_s: of the latest training step.
-        is_logging: Megatron-LM makes a log line at the moment.
+        asked, planned: the flags as `flags.translate` returns them, None without --dynamic-cp; how they plan the run.
+        loaders: DataLoaders whose workers end with the run.
+        is_logging: Megatron-LM is making a log line.
     """
 
     get_args: Callable[[], argparse.Namespace]
@@ -78,10 +73,8 @@ class Adaptor:
         return self.asked is not None
 
     def prepare_script(self) -> None:
-        """Check and change the script that defines the forward step, once its flags and its functions are known.
-
-        Raises:
-            UnsupportedFeatureError: it builds batches in another way than pretrain_gpt.py, or runs the last rank alone.
+        """Put our functions into the script that defines the forward step, once its flags and functions are known;
+        refuse one that builds batches in another way than pretrain_gpt.py, or runs the last rank alone.
         """
         if not self.is_on or self.forward_step is None:
             return
@@ -128,7 +121,7 @@ def add_megatron_arguments(_adaptor: Adaptor, original: Any, parser: Any) -> Any
 def parse_args(adaptor: Adaptor, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Add the flags, refuse what is not supported, keep --context-parallel-size for the static plan and pass on 1."""
     given = inspect.signature(original).bind(*args, **kwargs)
-    if given.arguments.get("ignore_unknown_args"):  # a first look at the flags of something else
+    if given.arguments.get("ignore_unknown_args"):  # the flags are read for something else first
         return original(*args, **kwargs)
     theirs = given.arguments.get("extra_args_provider")
 
@@ -193,7 +186,7 @@ def init_num_microbatches_calculator(adaptor: Adaptor, original: Any, *args: Any
 
 def initialize_megatron(adaptor: Adaptor, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Build and warm up the CP groups and start the planner once the model-parallel groups are there."""
-    # Whether these are CPU ranks is known once the flags were read, inside; where a device is, it is asked for.
+    # The original reads the flags, which say whether these are CPU ranks; where there is a device, it is required.
     result = original(*args, **kwargs, allow_no_cuda=not torch.cuda.is_available())
     if adaptor.is_on:
         from megatron.dynamic_cp.repairs import patches
@@ -361,8 +354,8 @@ def get_batch(data_iterator: Iterator[dict[str, Any]], vp_stage: int | None = No
 def get_batch_of_fields(data_iterator: Iterator[dict[str, Any]], vp_stage: int | None = None) -> tuple[Any, ...]:
     """Return the next micro-batch in the order of Megatron-LM's get_batch of ten fields.
 
-    The forward step only hands the fields of packing to PackedSeqParams. The micro-batch's own travel as its CP group.
-    With one boundary nothing is summed up for Megatron-LM's FLOPs, which are ours.
+    The forward step passes the packing fields on to PackedSeqParams only, so the field of the CP group carries the
+    micro-batch's own parameters. A single boundary adds nothing to Megatron-LM's FLOPs, which are ours.
     """
     batch = next(data_iterator)
     return (
@@ -463,7 +456,7 @@ def evaluate_and_print_results(_adaptor: Adaptor, original: Any, *args: Any, **k
 
 @contextlib.contextmanager
 def _checkpoint_phase(name: str) -> Iterator[None]:
-    """As `phase.during`; torch's CheckpointException, which is no Exception, becomes a RuntimeError."""
+    """As `phase.during`, but torch's CheckpointException, which is no Exception, becomes a RuntimeError."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with phase.during(name):
@@ -482,9 +475,9 @@ def load_checkpoint(_adaptor: Adaptor, original: Any, *args: Any, **kwargs: Any)
 def save_checkpoint(adaptor: Adaptor, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
     """Note for errors that the run is saving, and at which iteration.
 
-    What was written is told by a file in memory: the original's manager process outlives a rank that fails.
+    The writer reports its results in a file in memory: the original's manager process outlives a rank that fails.
     """
-    if not getattr(adaptor.get_args(), "use_persistent_ckpt_worker", False):  # that worker was given its queue
+    if not getattr(adaptor.get_args(), "use_persistent_ckpt_worker", False):  # that worker already has its queue
         from megatron.trainer.checkpoints.saving import expect_results
 
         expect_results()

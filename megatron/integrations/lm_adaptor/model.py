@@ -1,4 +1,4 @@
-"""The models that a checkout builds: with dynamic context parallelism on, with our layers."""
+"""The models that a checkout builds; with dynamic context parallelism they have our layers."""
 
 from __future__ import annotations
 
@@ -38,24 +38,21 @@ NO_EFFECT = frozenset(
         # Of inference only.
         "inference_sampling_seed",
         "inference_rng_tracker",
-        # What follows from layers that are refused.
+        # Without effect, because what they refine is refused.
         "num_layers_at_start_in_bf16",
         "num_layers_at_end_in_bf16",
     }
 )
 """Fields of TransformerConfig that Megatron-LM sets from its own defaults and that may have any value."""
 NUM_WEIGHT_SHARDS = frozenset({"tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"})
-"""More of them, where a release has `differences.WEIGHT_SHARDS`; sizes above the tensor-parallel ones are refused."""
+"""More of them, in releases with `checkout.WEIGHT_SHARDS`; sizes above the tensor-parallel ones are refused."""
 
 
 class DynamicCPGPTModel(ChunkedHeadModel):
-    """megatron-core's GPTModel whose layers take the CP group of each micro-batch.
+    """megatron-core's GPTModel; if --dynamic-cp sets `enabled`, its layers take the CP group of each micro-batch.
 
-    Attributes:
-        enabled: set by --dynamic-cp; without it this is GPTModel.
-        transformer_impl: TransformerEngine's layers or local ones; chosen when the session begins.
-        window_sink_tokens: of layers with a window.
-        loss_chunk_tokens: of losses over chunks, 0: over all tokens at once.
+    `transformer_impl` is chosen when the session begins. `window_sink_tokens` are those of layers with a window,
+    `loss_chunk_tokens` those whose loss is computed at once (0: all).
     """
 
     enabled = False
@@ -70,9 +67,9 @@ class DynamicCPGPTModel(ChunkedHeadModel):
         set_sinks(config, self.window_sink_tokens)
         set_loss_chunk(config, self.loss_chunk_tokens)
         if has_latents(config):
-            config.kv_channels = qk_width(config)  # which Megatron-LM leaves as it is without latent attention
+            config.kv_channels = qk_width(config)  # Megatron-LM sets it as without latent attention
         if config.fp32_residual_connection:
-            config.pipeline_dtype = torch.float32  # which 0.16.1 leaves at the dtype of parameters
+            config.pipeline_dtype = torch.float32  # 0.16.1 leaves it at the dtype of parameters
         check_supported(config, also_allowed=NO_EFFECT | NUM_WEIGHT_SHARDS)
         spec = gpt_block_spec(config, kwargs.get("vp_stage"), transformer_impl=self.transformer_impl)
         super().__init__(config, spec, *args, **kwargs)
@@ -80,7 +77,7 @@ class DynamicCPGPTModel(ChunkedHeadModel):
 
 
 class DynamicCPHybridModel(DynamicCPGPTModel, ModelWithOurNames):
-    """In the place of megatron-core's HybridModel: the same arguments, layers and names of tensors."""
+    """Takes the place of megatron-core's HybridModel, with the same arguments, layers and names of tensors."""
 
     def __init__(
         self, config: TransformerConfig, hybrid_stack_spec: Any, *args: Any, hybrid_layer_pattern: str, **kwargs: Any

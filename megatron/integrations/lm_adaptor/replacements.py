@@ -1,7 +1,7 @@
-"""The table of what is replaced in a checkout, and where; the functions that take the places (`hooks`) say why.
+"""The table of what is replaced in a checkout, and where; the docstrings in `hooks` say why.
 
-A replacement is made only when its symbol is there: a checkout that was changed is refused before anything is built,
-naming the symbol. Without --dynamic-cp every replaced function calls what it replaced.
+If a symbol is missing, the checkout was changed: it is refused before anything is built, and the symbol is named.
+Without --dynamic-cp every replaced function calls what it replaced.
 """
 
 from __future__ import annotations
@@ -28,12 +28,8 @@ _active: hooks.Adaptor | None = None
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """One symbol that is replaced.
-
-    Attributes:
-        module, symbol: where; module "the script" is the one that is run.
-        ours: the function that takes its place, or returns the class that does.
-        since, until: checkouts with the one difference and without the other have it; None: all.
+    """One symbol that is replaced, in a module or in "the script", which is the one that is run. `ours` takes its
+    place, or returns the class that does. It is there in checkouts with `since` and without `until`; None: no bound.
     """
 
     module: str
@@ -44,7 +40,7 @@ class Replacement:
 
     @property
     def reason(self) -> str:
-        """Why, in one sentence or two."""
+        """Why, in a sentence or two: the first paragraph of our function's docstring."""
         return str(self.ours.__doc__).split("\n\n")[0].replace("\n   ", "").rstrip(".")
 
     def is_in(self, version: str) -> bool:
@@ -63,7 +59,7 @@ class Replacement:
 
     @property
     def where(self) -> str:
-        """The full name."""
+        """The symbol's full name."""
         return f"{self.module}.{self.symbol}" if self.module != SCRIPT else f"{self.symbol} of the script"
 
 
@@ -150,11 +146,7 @@ def replaced_in(version: str) -> list[Replacement]:
 
 
 def find(replacement: Replacement) -> Any:
-    """Return the function or class that a replacement takes the place of.
-
-    Raises:
-        UnsupportedFeatureError: it is not there; the message names it.
-    """
+    """Return the function or class that is replaced; raise UnsupportedFeatureError, naming it, if it is not there."""
     assert replacement.module != SCRIPT
     try:
         module = importlib.import_module(replacement.module)
@@ -172,10 +164,8 @@ def find(replacement: Replacement) -> Any:
 
 
 def activate(found: Checkout) -> None:
-    """Replace what the table says in the checkout's modules, which are imported; a second call does nothing.
-
-    Raises:
-        DynamicCPError: megatron-core came from elsewhere, or a symbol or a package is missing.
+    """Replace what the table says in the checkout's modules, which are imported; once. DynamicCPError if megatron-core
+    came from elsewhere, or a symbol or a package is missing.
     """
     global _active
     if _active is not None:
@@ -208,11 +198,10 @@ def activate(found: Checkout) -> None:
 
 
 def _install(originals: dict[Replacement, Any], adaptor: hooks.Adaptor) -> None:
-    """Put a function, or class, of ours in each place of the table."""
     for replacement, original in originals.items():
         ours: Any = functools.partial(replacement.ours, adaptor, original)
         ours = ours() if isinstance(original, type) else functools.wraps(original)(ours)
         setattr(importlib.import_module(replacement.module), replacement.symbol, ours)
-    # The package's name for it, which scripts import, is a copy of the module's.
+    # Scripts import the package's name `pretrain`, a copy of the module's.
     pretrain = importlib.import_module("megatron.training").__dict__["pretrain"]
     importlib.import_module("megatron.training.training").__dict__["pretrain"] = pretrain

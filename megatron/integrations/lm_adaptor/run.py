@@ -15,10 +15,8 @@ COMMAND = "megatron.dynamic_cp.run"
 
 
 def run_script(argv: Sequence[str]) -> None:
-    """Run argv[0], a script of a checkout, with the rest as its command line.
-
-    Raises:
-        DynamicCPError: no such checkout, a version or flag that is not supported, or what the run raises.
+    """Run argv[0], a script of a checkout, with the rest as its command line; DynamicCPError without such a checkout,
+    for a version or flag that is not supported, or from the run.
     """
     if not argv or argv[0].startswith("-"):
         raise InvalidInputError(f"give the script first: python -m {COMMAND} CHECKOUT/pretrain_gpt.py [flags]")
@@ -32,10 +30,10 @@ def run_script(argv: Sequence[str]) -> None:
 
 
 def _run_as_main(script: Path) -> None:
-    """Run `script` as `__main__`, of which other processes know the command's module only.
+    """Run `script` as `__main__`, but under the command's module name.
 
-    Processes that are spawned, such as those that write a checkpoint, import `__main__` again: of the script that
-    would be all of Megatron-LM, without the replacements.
+    Spawned processes, such as those that write a checkpoint, import `__main__` again: the script would be all of
+    Megatron-LM, without the replacements.
     """
     module = types.ModuleType("__main__")
     module.__file__ = str(script)

@@ -1,9 +1,9 @@
-"""Our planner as a packing scheduler of Megatron-LM checkouts that have `scheduler_map` (branch dev, 2026).
+"""The command line of our planner as a packing scheduler in checkouts that have `scheduler_map` (branch dev, 2026).
 
     --dynamic-context-parallel --sequence-packing-scheduler dynamic_cp_planner
 
-Such a checkout draws, re-routes and packs samples itself and asks a scheduler class for groups:
-`megatron.integrations.scheduler`. Here is its command line.
+Such a checkout draws, re-routes and packs samples itself, and asks a class of `megatron.integrations.scheduler` for
+groups.
 """
 
 from __future__ import annotations
@@ -29,29 +29,18 @@ _THEIR_FLAGS = {
     "--use-varlen-dataset",
     "--varlen-mock-dataset-config-json",
 }
-"""What the checkout has of the flags that the adaptor adds to releases."""
+"""Flags that the adaptor adds to releases and that the checkout has itself."""
 
 
 def register_chosen(ours: argparse.Namespace) -> type:
-    """Add the planner to the checkout's schedulers, under its own name where it was chosen; return it.
-
-    Args:
-        ours: of `take_choice`.
-
-    Raises:
-        UnsupportedFeatureError: the checkout has no such table or base class.
-    """
+    """Add the planner to the checkout's schedulers, also under the checkout's own name if it was chosen; return it."""
     triton_imports.install()
     job = job_of(hardware=ours.dynamic_cp_hardware, options={"search": ours.dynamic_cp_search})
     return register(job, as_theirs=ours.is_chosen)
 
 
 def check_device() -> None:
-    """Check that a run with the scheduler can train here.
-
-    Raises:
-        UnsupportedFeatureError: there is no device.
-    """
+    """Raise UnsupportedFeatureError without a CUDA device: a run with the scheduler cannot train then."""
     if not torch.cuda.is_available():
         raise UnsupportedFeatureError(
             f"--sequence-packing-scheduler {NAME} needs CUDA devices, torch sees none: branch dev asserts one, and its "
@@ -61,13 +50,10 @@ def check_device() -> None:
 
 
 def take_choice(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace]:
-    """Return the command line as the checkout accepts it, and what was meant for us.
+    """Return the command line as the checkout accepts it, and what was meant for us; refuse flags of ours for releases.
 
-    The checkout lists its schedulers in a type annotation and in checks, which nothing can be added to; so the choice
-    is exchanged for the name that it knows.
-
-    Raises:
-        UnsupportedFeatureError: a flag of ours that only releases have.
+    The checkout lists its schedulers in a type annotation and in checks, to which nothing can be added; so a name that
+    it knows takes the place of ours.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--sequence-packing-scheduler")
@@ -82,7 +68,7 @@ def take_choice(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace]:
 
 
 def _refuse_flags_of_releases(argv: Sequence[str]) -> None:
-    """Check that no flag is given that the adaptor adds to releases only: the checkout would list all that it has."""
+    """Refuse flags that the adaptor adds to releases only; the checkout's own error would list all flags it has."""
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser)
     ours = {flag for action in parser._actions for flag in action.option_strings} - _THEIR_FLAGS

@@ -1,8 +1,8 @@
 """A run's objects that Megatron-LM does not know: groups, planner, a wrapped iterator per data set; and its steps.
 
-Megatron-LM's checkpoints have the random states of the first lane: lanes with equal shapes draw the same number of
-random numbers, so one state serves all of them. With dynamic CP each lane computes different tokens, so its dropout
-continues from its own state. These states are added under a name that Megatron-LM does not read.
+Megatron-LM's checkpoints keep the random states of the first lane, because lanes with equal shapes draw equally many
+random numbers. With dynamic CP each lane computes other tokens, so dropout needs the states of all lanes. They are
+added under a name that Megatron-LM does not read.
 """
 
 from __future__ import annotations
@@ -41,15 +41,11 @@ logger = logging.getLogger(__name__)
 
 LANES = "dynamic_cp_lanes"
 DRAWN_FROM = ("torch_rng_state", "cuda_rng_state", "rng_tracker_states")
-"""What a forward pass draws from."""
+"""The generators that a forward pass draws from."""
 
 
 def add_lanes(states: Any, lanes: dist.ProcessGroup) -> None:
-    """Add the states of all lanes to what Megatron-LM saves as a rank's `rng_state`. Collective over the lanes.
-
-    Args:
-        states: [state], or a ShardedObject of that.
-    """
+    """Add the states of all lanes to Megatron-LM's `rng_state`, [state] or a ShardedObject of it. Collective."""
     (state,) = getattr(states, "data", states)
     every: list[Any] = [None] * lanes.size()
     dist.all_gather_object(every, {name: state[name] for name in DRAWN_FROM}, group=lanes)
@@ -57,11 +53,7 @@ def add_lanes(states: Any, lanes: dist.ProcessGroup) -> None:
 
 
 def choose_lane(checkpoint: dict[str, Any], lane: int, num_lanes: int) -> None:
-    """Have Megatron-LM go on with the random states of `lane`, where a checkpoint has them for as many lanes.
-
-    Args:
-        checkpoint: as it was loaded; its `rng_state` is about to be set.
-    """
+    """Let a run go on with the random states of `lane`, if the loaded checkpoint has them for as many lanes."""
     if "rng_state" not in checkpoint:
         return
     (state,) = checkpoint["rng_state"]
@@ -77,20 +69,12 @@ def choose_lane(checkpoint: dict[str, Any], lane: int, num_lanes: int) -> None:
 
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-"""Names of the iterators, and of their series of plans."""
+"""Names of the iterators and of their series of plans."""
 
 
 class Session:
-    """The parts of a run that Megatron-LM does not know.
-
-    Args:
-        theirs: Megatron-LM's arguments; iteration and consumed samples are set there later.
-        planned: see `flags.planned`.
-
-    Attributes:
-        runtime: what plans the run.
-        position: with the coefficients of the cost model.
-        flops: of the latest steps of the training data.
+    """The parts of a run that Megatron-LM does not know. `theirs` are its arguments; it sets iteration and consumed
+    samples there later. `position` has the coefficients of the cost model, `flops` counts steps of the training data.
     """
 
     def __init__(self, theirs: argparse.Namespace, planned: Planned) -> None:
@@ -136,12 +120,9 @@ class Session:
     ) -> list[dict[str, torch.Tensor]]:
         """Run the next global batch of `data_iterator`: Megatron-LM calls this in place of a schedule.
 
-        Returns:
-            What the script's loss function logged, for each micro-batch. Without a backward pass one entry, already
-            summed over the lanes: some of Megatron-LM's means are over micro-batches, which here have any size.
-
-        Raises:
-            DynamicCPError: the data ended, or see `ForeignIteratorWrapper.wrap`; the same on all ranks.
+        Returns what the script's loss function logged, for each micro-batch. Without a backward pass it is one entry,
+        summed over the lanes: some of Megatron-LM's means are over micro-batches, which here have any size.
+        DynamicCPError, on all ranks: the data ended, or as `ForeignIteratorWrapper.wrap`.
         """
         chunks = list(model) if isinstance(model, list) else [model]
         if not self._chunks and (checked := self.runtime.check_attention(chunks)):
@@ -200,9 +181,8 @@ class Session:
         return self._wrappers[name]
 
     def _first_step(self, name: str) -> tuple[int, int]:
-        """Return (number of the next global batch of a series, samples consumed before).
-
-        A function of what was consumed, so that a run that resumes gives its plans the names that they would have had.
+        """Return (number of a series' next global batch, samples consumed before). Both follow from what was consumed,
+        so that a resumed run gives its plans the same names.
         """
         if name == TRAIN:
             return self._theirs.iteration + 1, self._theirs.consumed_train_samples
@@ -212,11 +192,7 @@ class Session:
         return 0, 0
 
     def show_routers(self, num_micro_batches: int) -> None:
-        """Sum up what routers did in the latest step, and have Megatron-LM log it. Collective.
-
-        Args:
-            num_micro_batches: that Megatron-LM takes the step for.
-        """
+        """Sum up what routers did in the latest step, and have Megatron-LM log it. Collective."""
         self._routing = sum_over_routers(self._chunks, self.device)
         if self._routing is not None:
             tell_tracker(self._routing, self._chunks, num_micro_batches)
@@ -232,12 +208,9 @@ class Session:
     ) -> StepRecord:
         """Return the record of an iteration, equal on all ranks but for `wait_s`; dump it, and refine the cost model.
 
-        Collective: one all-reduce of the job, more where the cost model is refined.
-
-        Args:
-            losses: what Megatron-LM logs; empty before the last pipeline stage. The first one is recorded.
-            learning_rate, grad_norm: None where nothing is trained.
-            elapsed_s: of the whole step.
+        Collective: one all-reduce of the job, more where the cost model is refined. `losses` is what Megatron-LM logs,
+        empty before the last pipeline stage; the first one is recorded. The other figures are None where nothing is
+        trained.
         """
         wrapper = self._wrappers[TRAIN]
         assert wrapper.plan is not None
@@ -268,10 +241,8 @@ class Session:
         return record
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with the coefficients and random states of a checkpoint that was read and not yet applied.
-
-        Megatron-LM saves its arguments with each checkpoint, in every format and with the same atomicity as the rest:
-        the coefficients are among them.
+        """Go on with the coefficients and random states of a checkpoint that was read and not yet applied. The
+        coefficients are among Megatron-LM's arguments, which every checkpoint format saves.
         """
         self.position.coefficients = getattr(checkpoint.get("args"), COEFFICIENTS, None)
         setattr(self._theirs, COEFFICIENTS, self.position.coefficients)
@@ -292,13 +263,8 @@ class Session:
 
 
 def sum_over_lanes(logged: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """Return [one dict of sums over micro-batches and lanes], [] where nothing was logged.
-
-    Args:
-        logged: of each micro-batch, key -> [sum, number of tokens].
-
-    Raises:
-        DataError: the script's loss function logs something else.
+    """Return [one dict of sums over micro-batches and lanes], [] where nothing was logged. `logged` has for each
+    micro-batch key -> [sum, number of tokens]; a script that logs something else raises DataError.
     """
     if not logged:
         return []

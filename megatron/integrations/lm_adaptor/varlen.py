@@ -1,7 +1,7 @@
 """--use-varlen-dataset: each document of Megatron-LM's data flags is a sample of its own length.
 
-Megatron-LM itself says which files, weights and splits its flags mean, which tokenizer its data sets have and what they
-mask. Only the order of the samples is ours.
+Megatron-LM itself says which files, weights and splits its flags mean, which tokenizer is used and what is masked. Only
+the order of the samples is ours.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from megatron.trainer.data.tokenizer import NullTokenizer
 logger = logging.getLogger(__name__)
 
 Shares = tuple[float, ...]
-"""Of the documents, for training, validation and test."""
+"""Shares of the documents that training, validation and test get."""
 
 SplitSources = Sequence[tuple[Sequence[Source], Sequence[Fraction] | None] | None]
-"""Sources and weights of training, validation and test; None: nothing is read."""
+"""Sources and their weights for training, validation and test; None: nothing is read."""
 
 PATH_FLAGS = (
     "data_path",
@@ -56,7 +56,7 @@ _MOCK_SPLIT = "969,30,1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blend:
-    """The .bin/.idx prefixes of a split; without weights each has its part by its documents."""
+    """The .bin/.idx prefixes of a split; without weights each counts by its number of documents."""
 
     prefixes: tuple[str, ...]
     weights: tuple[Fraction, ...] | None
@@ -64,12 +64,7 @@ class Blend:
 
 class VarlenDataset(MegatronDataset):
     """A data set of Megatron-LM's form over a stream of samples with their own lengths, masked as its GPTDataset does.
-
-    Args:
-        num_samples: that training asks for; the stream is endless.
-        tokenizer: Megatron-LM's, of which the base class takes the id of padding.
-        eod: id that ends a document.
-        args: Megatron-LM's.
+    Training asks for `num_samples` of the endless stream; the base class takes the padding id from `tokenizer`.
     """
 
     def __init__(
@@ -81,7 +76,7 @@ class VarlenDataset(MegatronDataset):
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        return []  # of the name of a cache, which there is not
+        return []  # they would name a cache, and there is none
 
     def __len__(self) -> int:
         return int(self.num_samples)
@@ -105,13 +100,7 @@ class VarlenDataset(MegatronDataset):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VarlenData:
-    """The documents of a run.
-
-    Attributes:
-        streams: of training, validation and test.
-        tokenizer: Megatron-LM's.
-        eod: id that ends a document.
-    """
+    """The documents of a run: streams of training, validation and test, their tokenizer, and the id that ends each."""
 
     streams: tuple[SampleStream | None, ...]
     tokenizer: Any
@@ -120,7 +109,7 @@ class VarlenData:
     def data_sets(
         self, args: argparse.Namespace, num_samples: Sequence[int | None]
     ) -> tuple[VarlenDataset | None, ...]:
-        """Return the data sets of training, validation and test, of as many samples as Megatron-LM asks for."""
+        """Return the data sets of training, validation and test, with as many samples as Megatron-LM asks for."""
         return tuple(
             VarlenDataset(stream, wanted, tokenizer=self.tokenizer, eod=self.eod, args=args)
             if stream is not None and wanted
@@ -135,11 +124,7 @@ class VarlenData:
 
 
 def build_on_all_ranks(args: argparse.Namespace, device: torch.device) -> VarlenData:
-    """Return the documents that Megatron-LM's arguments mean; collective over the job.
-
-    Raises:
-        DynamicCPError: the same on every rank.
-    """
+    """Return `build`'s documents, the same on all ranks; an error is the same on all, too. Collective over the job."""
     from megatron.dynamic_cp.agreement.verify import check_same_digest, run_on_all_ranks
 
     data = run_on_all_ranks(lambda: build(args, data_tokenizer(args)), device)
@@ -153,13 +138,9 @@ def build_on_all_ranks(args: argparse.Namespace, device: torch.device) -> Varlen
 
 
 def data_tokenizer(args: argparse.Namespace) -> Any:
-    """Return the tokenizer that Megatron-LM's scripts give their data sets and its tools/preprocess_data.py takes.
-
-    Without --legacy-tokenizer that is not the one that Megatron-LM has built at start: its end of document may be
-    another id.
-
-    Raises:
-        InvalidInputError: megatron-core cannot build one of this type.
+    """Return the tokenizer that Megatron-LM's scripts give their data sets and its tools/preprocess_data.py takes;
+    InvalidInputError if megatron-core cannot build it. Without --legacy-tokenizer it is not the one that Megatron-LM
+    builds at start, and its end of document may have another id.
     """
     legacy = getattr(args, "legacy_tokenizer", None)  # newer checkouts have no such flag
     if legacy:
@@ -167,7 +148,7 @@ def data_tokenizer(args: argparse.Namespace) -> Any:
     core = importlib.import_module(tokenizer_module())
     try:
         return core.build_tokenizer(args)
-    except Exception as error:  # of any library: some look for files on the network
+    except Exception as error:  # any library's: some look for files on the network
         remedy = "choose another" if legacy is None else "give --legacy-tokenizer if the documents were made with it"
         raise InvalidInputError(
             f"Megatron-LM's data sets cannot have --tokenizer-type {args.tokenizer_type}: {type(error).__name__}: "
@@ -176,14 +157,7 @@ def data_tokenizer(args: argparse.Namespace) -> Any:
 
 
 def document_ids(args: argparse.Namespace, tokenizer: Any) -> NullTokenizer:
-    """Return which ids documents may hold and which one ends them.
-
-    Args:
-        tokenizer: Megatron-LM's.
-
-    Raises:
-        InvalidInputError: there is no end of document, or it is not among the ids.
-    """
+    """Return which ids documents may hold and which one ends them; InvalidInputError if none does, or it is no id."""
     num_ids = min(int(tokenizer.vocab_size), int(args.padded_vocab_size))
     eod = _eod_of(tokenizer) if args.eod_id is None else args.eod_id
     if eod is None:
@@ -207,14 +181,8 @@ def _eod_of(tokenizer: Any) -> int | None:
 
 
 def build(args: argparse.Namespace, tokenizer: Any) -> VarlenData:
-    """Return the documents that Megatron-LM's arguments mean.
-
-    Args:
-        tokenizer: Megatron-LM's.
-
-    Raises:
-        DataError: files that are missing or damaged, or a split that has no samples although it is read.
-        InvalidInputError: flags that contradict themselves.
+    """Return the documents that Megatron-LM's arguments mean. DataError: files that are missing or damaged, or a split
+    without samples that is read. InvalidInputError: flags that contradict themselves.
     """
     ids = document_ids(args, tokenizer)
     shares, splits = _mock(args, ids) if args.mock_data else _indexed(args, ids)
@@ -268,10 +236,8 @@ def _indexed(args: argparse.Namespace, ids: NullTokenizer) -> tuple[Shares | Non
 
 
 def read_blends(args: argparse.Namespace) -> tuple[Shares | None, list[Blend | None]]:
-    """Return the shares of --split, None where each split has paths of its own, and the blend of each split.
-
-    Raises:
-        InvalidInputError: no paths, such that exclude each other, or what Megatron-LM itself cannot read.
+    """Return the shares of --split (None if each split has its own paths), and the blend of each split;
+    InvalidInputError for no paths, paths that exclude each other, or what Megatron-LM itself cannot read.
     """
     given = _given_paths(args)
     if not given:
@@ -312,5 +278,5 @@ def _as_blend(blend: tuple[Sequence[str], Sequence[float] | None] | None, given:
     for prefix, weight in zip(prefixes, weights, strict=True):
         if not 0 < weight < math.inf:
             raise InvalidInputError(f"{', '.join(given)}: weight {weight} for {prefix}, it must be > 0: leave it out")
-    # As it was written: 0.3 is three tenths.
+    # Exact as written: 0.3 is three tenths.
     return Blend(prefixes=tuple(prefixes), weights=tuple(Fraction(str(weight)) for weight in weights))

@@ -4,11 +4,9 @@
     step = lanes.step(samples, read_sample)                    # plan, pack, pad, shard: this lane's part
     result = train_step(lanes, model, step, loss_sum)          # forward, backward, one mean per token of the whole job
 
-The model calls `scaled_dot_product_attention(..., packed_seq_params=...)` where it called torch's, and takes RoPE at
-the micro-batch's `position_ids`. It is wrapped in DistributedDataParallel or `fully_shard` over `lanes.mesh`.
-
-torch's own `context_parallel` cuts every tensor of a batch at one fixed degree and knows no boundaries between
-documents. It is for unpacked sequences of equal length; under it our attention raises an error.
+The model is wrapped in DistributedDataParallel or `fully_shard` over `lanes.mesh`. It calls
+`scaled_dot_product_attention(..., packed_seq_params=...)` in the place of torch's, and takes RoPE at the micro-batch's
+`position_ids`. torch's own `context_parallel` is refused: it cuts every tensor at one degree and knows no documents.
 
 Read in this order: `lanes`, `step` (attention, and a step of micro-batches), `collator` (rows of data sets), `models`
 (what is done to a transformers model), `hugging_face` (imports transformers and accelerate when called), `trainer` (for

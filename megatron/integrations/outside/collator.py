@@ -1,12 +1,11 @@
-"""A data collator that turns the samples of a global batch into what this lane computes of them, and how it reads rows.
+"""Reads rows of data sets, and turns those of a global batch into what this lane computes of them.
 
     loader = DataLoader(dataset, batch_size=global_batch_size, collate_fn=PlannedCollator(problem, lanes.lane))
     for step in lanes.agreed(loader): ...
 
 Every lane's loader must yield the same global batches: use a sampler with a fixed seed that does not split by rank.
-
-Rows are read as tokenizers, TRL and other packers write them. A column that changes what is trained is honoured or
-refused by name: none is dropped without a word.
+Rows are read as tokenizers, TRL and other packers write them; a column that would change what is trained is honoured or
+refused by name.
 """
 
 from __future__ import annotations
@@ -38,29 +37,21 @@ _WEIGHTS = ("weight", "loss_weight", "sample_weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Document:
-    """Tokens that attend to each other and to no others.
-
-    Attributes:
-        tokens: int64 [S].
-        labels: int64 [S], of the same token (not shifted), IGNORED where there is no loss.
-    """
+    """Tokens [S] that attend to each other and to no others, and their labels [S], not shifted; IGNORED: no loss."""
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
 
 
 def documents_of(index: int, row: Mapping[str, Any], *, causal: bool = True) -> list[Document]:
-    """Return the documents of a row: one, or those that `seq_lengths` or restarting `position_ids` part it into.
+    """Return the documents of a row: one, or those that `seq_lengths` or restarting `position_ids` divide it into.
 
-    A token has a loss where "labels" (default: the tokens), "completion_mask" and "assistant_masks" all say so. Where
-    attention is causal, the first token of a document has none, because nothing predicts it.
-
-    Args:
-        index: of the row, for messages.
-        causal: whether the model's attention is.
+    A token has a loss where "labels" (default: the tokens), "completion_mask" and "assistant_masks" all say so; the
+    first of a document has none if attention is causal, because nothing predicts it. `index` of the row is for
+    messages.
 
     Raises:
-        DataError: columns that disagree, padding, or one that would train something else than this package can.
+        DataError: columns that disagree, padding, or a column that would change the training and is not supported.
     """
     row = {name: value for name, value in row.items() if value is not None}
     if "input_ids" not in row:
@@ -92,11 +83,7 @@ def documents_of(index: int, row: Mapping[str, Any], *, causal: bool = True) -> 
 
 
 def check_columns(index: int, row: Mapping[str, Any], heeded: Sequence[str]) -> None:
-    """Refuse columns that would change what is trained if anything heeded them; texts and numbers of rows are none.
-
-    Raises:
-        DataError: there is one.
-    """
+    """Raise DataError for a column that is not `heeded` and would change what is trained; texts and numbers do not."""
     for name, value in row.items():
         if name in heeded or name in _ALWAYS_IDLE or value is None:
             continue
@@ -112,7 +99,7 @@ def check_columns(index: int, row: Mapping[str, Any], heeded: Sequence[str]) -> 
 
 
 def _is_words(value: Any) -> bool:
-    """Return whether a value is text, or lists and objects of other things than numbers."""
+    """Return whether a value is text or objects, alone or in a list."""
     values = value if isinstance(value, (list, tuple)) else [value]
     return all(isinstance(entry, (str, bytes, Mapping)) for entry in values)
 
@@ -140,7 +127,7 @@ def _mask(index: int, row: Mapping[str, Any], name: str, tokens: NDArray[np.int6
 
 
 def _lengths(index: int, row: Mapping[str, Any], tokens: NDArray[np.int64]) -> list[int]:
-    """Return the tokens of each document of a row."""
+    """Return the number of tokens of each document of a row."""
     by_positions = _lengths_by_positions(index, row, tokens)
     if "seq_lengths" not in row:
         return by_positions or [len(tokens)]
@@ -163,7 +150,7 @@ def _lengths(index: int, row: Mapping[str, Any], tokens: NDArray[np.int64]) -> l
 
 
 def _lengths_by_positions(index: int, row: Mapping[str, Any], tokens: NDArray[np.int64]) -> list[int]:
-    """Return the same by the positions alone, which start from 0 in every document; empty without them."""
+    """Return the same from positions, which start from 0 in every document; [] if the row has none."""
     if "position_ids" not in row:
         return []
     positions = _column(index, row, "position_ids", tokens)
@@ -186,31 +173,23 @@ COLUMNS = (*HONOURED, *_QUESTION, _TREE)
 
 
 class PlannedCollator:
-    """Plans, packs, pads and shards a list of samples. No collective: it may run in a DataLoader's workers.
-
-    Args:
-        problem: as given to `Lanes.build`.
-        lane: of this rank.
-    """
+    """Plans, packs, pads and shards a global batch for `lane`, without collectives: DataLoader workers may run it."""
 
     def __init__(self, problem: Problem, lane: int) -> None:
         self.problem, self.lane = problem, lane
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> LaneStep:
-        """Return this lane's part of a global batch.
+        """Return this lane's part of a global batch, given as rows of one of three kinds.
 
-        Args:
-            features: rows with "input_ids" [S], of one document or of several, and what else `documents_of` honours.
-                Labels are not shifted yet, as transformers wants them: labels[i] is that of input_ids[i]. Where the
-                model is causal, shifting happens here, before sharding: afterwards a token's successor may be on
-                another lane. With full attention (masked LMs) they are needed, and stay as they are. Or rows with
-                "prompt_ids" [P] and "response_ids", a list of [A]: one sample that trains all responses
-                (`data.shared_question`). Or rows with "turns", a tree of {"tokens", "learned", "children"}: one sample
-                that trains all its branches (`data.turns`).
+        - "input_ids" [S], of one document or several, with what else `documents_of` honours. labels[i] is that of
+          input_ids[i], as transformers wants it. For causal models they are shifted here, because after sharding a
+          token's successor may be on another lane. With full attention (masked LMs) they are needed, and stay.
+        - "prompt_ids" [P] and "response_ids", a list of [A]: one sample of all responses (`data.shared_question`).
+        - "turns", a tree of {"tokens", "learned", "children"}: one sample that trains all its branches (`turns`).
 
         Raises:
             DataError: what `documents_of` refuses.
-            InvalidInputError: a prompt of fewer than 2 tokens, or without a response; a turn that is none.
+            InvalidInputError: a prompt of fewer than 2 tokens, or without a response; a malformed turn.
             InfeasibleSampleError: a sample that no CP size can hold.
         """
         causal = self.problem.model.causal_attention
@@ -227,12 +206,7 @@ class PlannedCollator:
 
 
 def read_row(index: int, feature: Mapping[str, Any], causal: bool) -> list[tuple[SampleTokens, Branches | None]]:
-    """Return the samples of a row as `PlannedCollator` takes it, each with its mask.
-
-    Args:
-        index: of the row, for messages.
-        causal: whether the model's attention is.
-    """
+    """Return the samples of a row as `PlannedCollator` takes it, each with its mask; `index` is for messages."""
     if all(name in feature for name in _QUESTION):
         check_columns(index, feature, _QUESTION)
         return [shared_question(feature["prompt_ids"], feature["response_ids"])]

@@ -6,11 +6,9 @@
     for step in lanes.agreed(DataLoader(..., collate_fn=PlannedCollator(lanes.problem, lanes.lane))):
         result = train_step(lanes, model, step, causal_lm_loss, backward=accelerator.backward)
 
-accelerate's rules for context parallelism hold here, too: labels are shifted before sharding (`PlannedCollator`), and
-losses are weighted by tokens over all ranks (`train_step`). Its `cp_size` is something else: torch's context_parallel,
-with one fixed degree, for unpacked sequences.
-
-An encoder (BERT, ModernBERT with full layers) attends to its whole sequence, and takes `masked_lm_loss`.
+accelerate's rules for context parallelism hold: labels are shifted before sharding, and losses are weighted by tokens
+over all ranks. Its `cp_size` is something else: torch's context_parallel, with one degree, for unpacked sequences. An
+encoder (BERT, ModernBERT with full layers) attends to its whole sequence, and takes `masked_lm_loss`.
 """
 
 from __future__ import annotations
@@ -52,13 +50,8 @@ _ROPE_BY_BATCH = ("dynamic", "longrope")
 def problem_of(
     config: PretrainedConfig, num_lanes: int, options: PlanOptions, *, hardware: str = "h100", ranks_per_node: int = 8
 ) -> Problem:
-    """Return the planning problem of a transformers model on `num_lanes` ranks.
-
-    Args:
-        hardware: a bundled name or the path of a hardware file.
-
-    Raises:
-        UnsupportedFeatureError: a model_type whose shape is not known (see `dynamic_cp.models.hugging_face`).
+    """Return the planning problem of a transformers model; UnsupportedFeatureError for a model_type of unknown shape.
+    `hardware` is a bundled name or the path of a hardware file.
     """
     return Problem(
         topology=Topology(num_lanes=num_lanes, ranks_per_node=ranks_per_node),
@@ -69,12 +62,12 @@ def problem_of(
 
 
 def use_dynamic_cp(model: PreTrainedModel) -> None:
-    """Make a causal or masked LM attend with ours, for packed micro-batches only; before it is wrapped.
+    """Give a causal or masked LM our attention, for packed micro-batches only; before it is wrapped.
 
     Raises:
-        UnsupportedFeatureError: attention dropout, layers that have neither full nor linear attention, RoPE that
-            depends on the longest position of a batch, or a model that does not take its attention from transformers'
-            interface; or as `linear_layers_of` and `first_position`.
+        UnsupportedFeatureError: attention dropout, layers with neither full nor linear attention, RoPE that depends on
+            the longest position of a batch, attention that is not from transformers' interface; or as
+            `linear_layers_of` and `first_position`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -130,7 +123,7 @@ def attention_forward(
     packed_seq_params: DynamicPackedSeqParams | Trial | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: returns ([1, T, heads, dim], no weights).
+    """Return ([1, T, heads, dim], None): attention as transformers calls it.
 
     Args:
         query: [1, heads, T, dim]; key, value: [1, kv_heads, T, dim].
@@ -168,10 +161,8 @@ def attention_forward(
 
 
 def no_mask(*_sizes: Any, attention_mask: Tensor | None = None, **_others: Any) -> None:
-    """Make no mask, as transformers calls it: boundaries of documents travel in packed_seq_params.
-
-    Raises:
-        UnsupportedFeatureError: the model was called with an attention_mask.
+    """Make no mask, where transformers asks for one: packed_seq_params has the boundaries of documents. Raise
+    UnsupportedFeatureError if the model was called with an attention_mask.
     """
     if attention_mask is not None:
         raise UnsupportedFeatureError(
@@ -181,7 +172,7 @@ def no_mask(*_sizes: Any, attention_mask: Tensor | None = None, **_others: Any) 
 
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an LM for a micro-batch: labels of a causal one are shifted already, -100 for padding."""
+    """Return an LM's arguments for a micro-batch; labels of a causal one are shifted already, -100 without a loss."""
     labels = torch.where(batch["loss_mask"] > 0, batch["labels"], IGNORED)
     return {
         "input_ids": batch["tokens"],
@@ -194,9 +185,8 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def causal_lm_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the sum of the losses of the lane's tokens by the model's own loss function, for `train_step`.
-
-    With trees of turns it is cross-entropy: tokens that branches share count several times.
+    """Return the sum of the losses of the lane's tokens by the model's own loss function, for `train_step`. With trees
+    of turns it is cross-entropy, because tokens that branches share count several times.
     """
     params: DynamicPackedSeqParams = batch["packed_seq_params"]
     samples = params.masked_samples if params.placed is None else params.placed.samples
@@ -206,7 +196,7 @@ def causal_lm_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 def masked_lm_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the same for a masked LM: cross-entropy, because some models' own loss functions know the mean only."""
+    """Return the same for a masked LM, by cross-entropy, because some models' own losses are means only."""
     return _cross_entropy(model, batch, "sum")
 
 
@@ -219,11 +209,8 @@ def _cross_entropy(model: torch.nn.Module, batch: dict[str, Any], reduction: str
 
 
 def lanes_of(accelerator: Accelerator, problem: Problem, *, timeout_s: float = 600.0) -> Lanes:
-    """Return the lanes of an accelerate job: all its processes. Collective.
-
-    Raises:
-        UnsupportedFeatureError: parallelism that takes ranks from the plan, or gradient accumulation, which the plan's
-            micro-batches are.
+    """Return the lanes of an accelerate job: all its processes. Collective. UnsupportedFeatureError: parallelism that
+    takes ranks from the plan, or gradient accumulation, which the plan's micro-batches are.
     """
     config = accelerator.parallelism_config
     for name in ("cp_size", "sp_size", "tp_size"):

@@ -1,7 +1,6 @@
 """The lanes of a torch job: every rank of a DeviceMesh is one lane, for all CP sizes of its micro-batches.
 
-A mesh of (dp, cp) is flattened: for each micro-batch a plan splits it into other CP groups, and gradients are reduced
-over all of it.
+A mesh of (dp, cp) is flattened: every micro-batch splits it anew, and gradients are reduced over all of it.
 """
 
 from __future__ import annotations
@@ -25,12 +24,8 @@ from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaneStep:
-    """The part of a step that one lane trains on.
-
-    Attributes:
-        plan: this lane's part of the plan.
-        packed: its shards, micro-batch after micro-batch.
-        digest: of the plan, and of the tokens where all lanes have read them all; equal on all lanes.
+    """A lane's part of a step: of the plan, and its shards, micro-batch after micro-batch. `digest` is that of the
+    plan, and of the tokens if all lanes have read them all; it is equal on all lanes.
     """
 
     plan: LanePlan
@@ -38,7 +33,7 @@ class LaneStep:
     digest: str
 
     def pin_memory(self) -> LaneStep:
-        """Return the step in page-locked memory (called by DataLoader)."""
+        """Return the step in page-locked memory; a DataLoader calls this."""
         return replace(self, packed=self.packed.pin_memory())
 
 
@@ -48,9 +43,7 @@ class Lanes:
 
     Attributes:
         mesh: one-dimensional, over all lanes: what DistributedDataParallel or `fully_shard` reduce gradients over.
-        groups: CP groups of this rank.
         problem: what is planned for.
-        device: of this rank's tensors.
     """
 
     mesh: DeviceMesh
@@ -63,15 +56,15 @@ class Lanes:
         """Build and warm the CP groups. Collective: all ranks of the job call it, with equal arguments.
 
         Args:
-            mesh: holds every rank of the job once; of any shape, such as (dp, cp), with names if it has more than one
-                dimension.
+            mesh: holds every rank of the job once, in any shape such as (dp, cp); with names if it has several
+                dimensions.
             problem: its topology has as many lanes as the mesh has ranks, and no TP or PP.
             timeout_s: of every exchange between lanes.
 
         Raises:
             InvalidInputError: the mesh and the topology differ, or the mesh leaves ranks out.
-            UnsupportedFeatureError: layers of the model have windows, or linear attention whose kernel is missing or
-                wrong on a rank.
+            UnsupportedFeatureError: layers with windows, or linear attention whose kernel is missing or wrong on a
+                rank.
         """
         _check_mesh(mesh, problem)
         _check_masks(problem)
@@ -103,13 +96,9 @@ class Lanes:
         return self.groups.num_lanes
 
     def plan(self, samples: Sequence[Sample]) -> LanePlan:
-        """Return this lane's part of the plan of a global batch. Collective.
-
-        Every rank plans the whole batch, which takes milliseconds, and compares digests. `plans.plan_source` has a
-        source that plans ahead in a process of its own; its `LanePlan` goes to `pack`, too.
-
-        Raises:
-            DynamicCPError: there is no plan (the same error on every rank), or ranks planned different batches.
+        """Return this lane's part of the plan of a global batch. Collective: every rank plans the whole batch, in
+        milliseconds, and compares digests. `pack` also takes plans of `plans.plan_source`, which plans ahead in its own
+        process. DynamicCPError, on every rank: there is no plan, or ranks planned different batches.
         """
         return agree(
             lambda: plan_for_lane(self.problem, samples, self.lane),
@@ -120,24 +109,19 @@ class Lanes:
 
     def pack(self, plan: LanePlan, read_sample: ReadSample) -> LaneStep:
         """Read, pad and shard what this lane computes. Collective: a sample that cannot be read is an error on all.
-
-        Args:
-            read_sample: sample_id -> its tokens, labels (labels[i] follows tokens[i]) and loss mask, all of the length
-                that was planned; called for the samples of this lane only.
+        `read_sample` takes an id of this lane and returns tokens, labels (labels[i] follows tokens[i]) and loss mask,
+        all of the planned length.
         """
         packed = run_on_all_ranks(lambda: pack_step(plan, read_sample), self.device)
         return LaneStep(plan=plan, packed=packed, digest=plan.facts.digest)
 
     def step(self, samples: Sequence[Sample], read_sample: ReadSample) -> LaneStep:
-        """Return `plan` and `pack` in one."""
+        """Plan and pack a global batch."""
         return self.pack(self.plan(samples), read_sample)
 
     def agreed(self, steps: Iterable[LaneStep]) -> Iterator[LaneStep]:
         """Yield the steps of a DataLoader, each after all lanes have it and hold the same batch. Collective.
-
-        Raises:
-            DisagreementError: lanes hold different batches, or one has no more.
-            DynamicCPError: what a lane's collator raised; on all lanes.
+        DynamicCPError, on all lanes: what a lane's collator raised, different batches, or a lane that has no more.
         """
         iterator = iter(steps)
         while True:

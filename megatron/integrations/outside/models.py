@@ -1,13 +1,12 @@
 """What is done to a transformers model: its linear attention becomes ours, and it is tried on a few tokens.
 
-A layer of linear attention keeps its projections, its norm and its gate; between them stands ours
-(`attention.linear.thd`), which passes states between the lanes of a micro-batch, or exchanges heads, as the plan says.
+A layer of linear attention keeps its projections, norm and gate; ours (`attention.linear.thd`) between them passes on
+states or exchanges heads, as the plan says.
 
-The trial asks whether the model takes its positions from us, and each token by itself. What a model makes of a token
-before attention depends on its position, and on what the class derives by itself where it is called without one:
-RoBERTa counts from the padding token's id + 1, BART by the length of the row, ESM scales a row by its masked tokens,
-MobileBERT puts neighbours together. A name does not tell. So the model is run up to its first attention, with two
-documents of a few tokens alone, and with both in one pack: queries, keys and values must be equal.
+The trial asks whether the model takes positions from us, and each token by itself. Some classes derive more: RoBERTa
+counts from the padding token's id + 1, BART by the length of the row, ESM scales a row by its masked tokens, MobileBERT
+mixes neighbours. So the model is run up to its first attention with two short documents alone, and with both in one
+pack: queries, keys and values must be equal.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 _DOCUMENTS = ((5, 7, 6), (9, 5, 8, 6))
-"""Token ids. In a pack the last token of the first has another neighbour than alone, and each of the second another
-distance to the row's begin."""
+"""Token ids. In a pack the first document's last token has a new neighbour, and the second begins later in the row."""
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-9}
 """Largest difference of queries, keys and values, as a share of the largest; 0.03 in narrower types."""
 
@@ -47,7 +45,7 @@ class Trial:
     num_linear_layers = 0
 
     def attend_linearly(self, hidden_states: Tensor) -> Tensor:
-        """Return zeros: positions do not enter linear attention, and the next attention shows what it was given."""
+        """Return zeros: linear attention does not use positions, and the next attention shows what it was given."""
         self.num_linear_layers += 1
         return torch.zeros_like(hidden_states)
 
@@ -60,8 +58,8 @@ def first_position(model: torch.nn.Module) -> int:
     """Return the position_ids that the model gives the first token of a document by itself.
 
     Args:
-        model: with our attention in it, and without a wrapper. Where its weights are on the meta device it cannot be
-            tried, and only families whose shape is known are taken.
+        model: with our attention, without a wrapper. On the meta device it cannot be tried: then only families whose
+            shape is known are taken.
 
     Raises:
         UnsupportedFeatureError: tokens of a pack differ from those of documents alone, whatever the positions are.
@@ -134,11 +132,7 @@ def shift_positions(first: int) -> Any:
 
 
 def linear_layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers of a model with linear attention, none of most.
-
-    Raises:
-        UnsupportedFeatureError: one is of another kind than ours, or has another activation.
-    """
+    """Return a model's layers with linear attention; UnsupportedFeatureError if ours cannot replace one of them."""
     number = list(getattr(model.config, "layer_types", None) or ()).count("linear_attention")
     layers = [module for module in model.modules() if type(module).__name__ in _LAYERS]
     if len(layers) != number:
@@ -157,7 +151,7 @@ def linear_layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def use_linear_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Make the linear attention of `linear_layers_of` ours."""
+    """Replace the linear attention of `linear_layers_of` by ours."""
     for module in layers:
         sizes_of, forward = _LAYERS[type(module).__name__]
         module.forward = partial(_forward, forward, module, sizes_of(module))

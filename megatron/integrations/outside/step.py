@@ -1,7 +1,7 @@
 """What a loop of plain PyTorch calls: attention of packed micro-batches, and one optimizer step's worth of them.
 
-Lanes hold different numbers of tokens, so a mean of means would be wrong: each lane adds up the losses of its own
-tokens, and the sum is divided by the number of tokens with a loss on all lanes, which is counted first.
+Lanes hold different numbers of tokens, so a mean of means would be wrong. Each lane adds up its own losses, and the sum
+is divided by the number of tokens with a loss on all lanes, which is counted first.
 """
 
 from __future__ import annotations
@@ -40,27 +40,20 @@ def scaled_dot_product_attention(
     *,
     packed_seq_params: DynamicPackedSeqParams,
 ) -> Tensor:
-    """Return attention inside each packed sequence, over the lanes of the micro-batch's own CP group.
+    """Return attention [1, heads, T, dim] inside each packed sequence, over the lanes of the micro-batch's CP group.
 
-    Causal or full as the model that was planned for, `ModelShape.causal_attention`; keys of padding are never seen.
-
-    Takes torch's arguments, so that it can stand where a model calls `F.scaled_dot_product_attention`; the exchange
-    between lanes is the one that the plan chose. Collective over the CP group, in backward, too.
+    Takes torch's arguments, to stand where a model calls `F.scaled_dot_product_attention`. It is causal or full as
+    planned for; keys of padding are never seen. Collective over the CP group, in backward, too.
 
     Args:
         query: local shard [1, heads, T, dim]; key, value: [1, kv_heads, T, dim], where kv_heads divides heads.
-        attn_mask, dropout_p, enable_gqa: only None, 0 and True are possible.
-        is_causal: None, or what the model that was planned for says.
+        attn_mask, dropout_p, is_causal: only None, 0, and None or what was planned for are possible.
         scale: of the scores; default 1 / sqrt(dim).
-        packed_seq_params: of the micro-batch.
-
-    Returns:
-        [1, heads, T, dim].
 
     Raises:
-        UnsupportedFeatureError: a mask, dropout, another `is_causal` than was planned for, or torch's context_parallel
-            around this.
-        InvalidInputError: another number of tokens than the micro-batch has on this lane, or a batch of several rows.
+        UnsupportedFeatureError: a mask, dropout, another `is_causal`, or torch's context_parallel around this.
+        InvalidInputError: another number of tokens than the micro-batch has on this lane, a batch of several rows, or
+            unequal numbers of heads without `enable_gqa`.
     """
     refuse_torch_context_parallel(query)
     planned = packed_seq_params.mask == CAUSAL
@@ -94,13 +87,8 @@ def scaled_dot_product_attention(
 
 
 def refuse_torch_context_parallel(query: Tensor) -> None:
-    """Raise an error where torch's own context parallelism is at work.
-
-    It is in force as `context_parallel(mesh, buffers=...)`, which patches `F.scaled_dot_product_attention` and has cut
-    the buffers already, or as tensors that it has sharded.
-
-    Raises:
-        UnsupportedFeatureError: it is.
+    """Raise UnsupportedFeatureError inside torch's `context_parallel`, which patches `F.scaled_dot_product_attention`
+    and has already cut the buffers, or for a tensor that it has sharded.
     """
     is_patched = getattr(F.scaled_dot_product_attention, "__module__", "").startswith(_TORCH_CP)
     if is_patched or isinstance(query, DTensor):
@@ -119,13 +107,7 @@ LossSum = Callable[[torch.nn.Module, dict[str, Any]], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The figures of a step, equal on all lanes.
-
-    Attributes:
-        loss: mean over all tokens with a loss.
-        num_tokens: how many those are.
-        bytes_sent: by this lane for attention; the only figure that differs between lanes.
-    """
+    """The mean loss over all tokens with a loss, their number, and this lane's bytes for attention."""
 
     loss: float
     num_tokens: int
@@ -148,7 +130,7 @@ def train_step(
 ) -> StepResult:
     """Run forward and backward of all micro-batches; the gradients are those of the mean loss per token. Collective.
 
-    Gradients are added to what is there, and are reduced after the last micro-batch only. Every lane has equally many
+    Gradients are added to what is there, and reduced after the last micro-batch only. Every lane has equally many
     micro-batches; an empty place is one token of padding without a loss.
 
     Args:
@@ -176,18 +158,14 @@ def train_step(
     for index, batch in enumerate(micro_batches(step.packed, lanes.groups, lanes.device, label, stats, mask)):
         with _reducing(model, index == num_microbatches - 1):
             loss = loss_sum(model, batch)
-            # The model's wrapper averages over lanes what is to be a sum.
+            # The wrapper averages gradients over lanes; num_lanes makes that a sum.
             backward(loss * (lanes.num_lanes / num_tokens))
         total += loss.detach().double()
     return StepResult(loss=_summed(total, lanes) / num_tokens, num_tokens=num_tokens, bytes_sent=stats.bytes_sent)
 
 
 def check_reduces_over(model: torch.nn.Module, num_lanes: int) -> None:
-    """Refuse a model whose gradients would not be averaged over `num_lanes` ranks.
-
-    Raises:
-        InvalidInputError: it is not wrapped, or over another number of ranks.
-    """
+    """Raise InvalidInputError if the model's gradients would not be averaged over `num_lanes` ranks."""
     parameter = next(model.parameters())
     if isinstance(model, DistributedDataParallel):
         num_ranks = model.process_group.size()

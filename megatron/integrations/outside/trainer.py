@@ -5,11 +5,10 @@
     trainer = PlannedSFTTrainer(model, args, train_dataset=rows, plan_options=PlanOptions(max_tokens_per_rank=8192))
     trainer.train()                                           # under torchrun or accelerate launch
 
-The Trainer's own loop, sampler, loss, optimizer, logs and checkpoints stay. It asks `get_batch_samples` for the batches
-of an optimizer step: here all ranks show each other theirs (`per_device_train_batch_size` rows each, for every
-accumulation step), plan them together, and each gets its packs of them, with CP sizes and of equal predicted time.
-`training_step` then runs several packs where the loop counts one accumulation step. A step trains the rows that it
-trained without a plan, by the mean over all their tokens, so loss and gradients are the same.
+The Trainer's own loop, sampler, loss, optimizer, logs and checkpoints stay. When it asks `get_batch_samples` for the
+batches of an optimizer step, all ranks show each other theirs and plan them together; each gets packs of equal
+predicted time, with CP sizes. `training_step` runs several packs where the loop counts one accumulation step. A step
+trains the same rows as without a plan, by the mean over all their tokens, so loss and gradients are the same.
 
 Limits: rows are exchanged as JSON, a global batch on every rank. Trainers that compare whole rows (DPO, GRPO) are
 refused: `megatron.integrations.post_training` has their losses.
@@ -56,13 +55,8 @@ class RawBatch:
 
 
 class PlannedInputs(dict[str, Any]):
-    """The inputs of one accumulation step, for the Trainer.
-
-    Its "input_ids" are this rank's tokens in it, for what the Trainer counts.
-
-    Attributes:
-        batches: the micro-batches of the optimizer step that are still to come.
-        number: how many of them are of this accumulation step.
+    """The inputs of one accumulation step. For what the Trainer counts, "input_ids" are this rank's tokens in it.
+    `batches` are the micro-batches of the optimizer step that are still to come; the next `number` of them belong here.
     """
 
     def __init__(self, tokens: Tensor, batches: Iterator[dict[str, Any]], number: int) -> None:
@@ -71,12 +65,11 @@ class PlannedInputs(dict[str, Any]):
 
 
 class PlannedMicroBatches:
-    """Stands before a Trainer among the classes that a class inherits from; see the module.
+    """Inherit from this class before a Trainer; see the module.
 
     Args:
-        plan_options: of the planner; `max_tokens_per_rank` is what a pack may hold, instead of a padded batch.
+        plan_options: `max_tokens_per_rank` is what a pack may hold, instead of a padded batch.
         hardware: a bundled name or the path of a hardware file.
-        ranks_per_node: of the job.
         others: the Trainer's own, without `data_collator`.
 
     Raises:
@@ -111,14 +104,14 @@ class PlannedMicroBatches:
         own._signature_columns = list(dict.fromkeys([*own._signature_columns, *COLUMNS]))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the Trainer's own, of this data set or of one that it has by name."""
+        """Return the Trainer's own, of this data set or of the one with this name."""
         _refuse_dispatched(self, "eval_dataset", eval_dataset)
         return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[RawBatch], num_batches: int, device: torch.device
     ) -> tuple[list[PlannedInputs], Tensor | None]:
-        """Return this rank's packs of what all ranks draw, and the tokens of all that have a loss. Collective.
+        """Return this rank's packs of what all ranks draw, and the number of all their tokens with a loss. Collective.
 
         Raises:
             DynamicCPError: a row that cannot be read or planned, on all ranks; or no token has a loss.
@@ -144,7 +137,7 @@ class PlannedMicroBatches:
     def prediction_step(
         self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
-        """Return the mean loss over the tokens of all ranks' batches; neither logits nor labels. Collective."""
+        """Return the mean loss over the tokens of all ranks' batches, without logits and labels. Collective."""
         own: Any = self
         drawn = run_on_all_ranks(lambda: self._read(inputs.rows), self.lanes.device)
         _, step, num_tokens = self._planned([drawn])
@@ -189,7 +182,7 @@ class PlannedMicroBatches:
         return max(map(len, of_ranks)), step, num_tokens
 
     def _inputs(self, step: LaneStep, number: int) -> Iterator[PlannedInputs]:
-        """Yield the inputs of `number` accumulation steps; the last one has a micro-batch, others may have none."""
+        """Yield the inputs of `number` accumulation steps; any but the last may have no micro-batch."""
         own: Any = self
         packed, lanes = step.packed, self.lanes
         label = f"step {own.state.global_step}"
@@ -220,11 +213,7 @@ def _of_json(tokens: list[int], labels: list[int], loss_mask: list[float], mask:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Refuse what would not train as without plans.
-
-    Raises:
-        UnsupportedFeatureError: there is such a thing; says what to change.
-    """
+    """Raise UnsupportedFeatureError for what would not train as without plans, and say what to change."""
     owner = next(one for one in type(trainer).__mro__ if "compute_loss" in vars(one))
     if owner.__module__.split(".")[0] in ("transformers", "trl") and owner.__name__ not in _SERVED:
         raise UnsupportedFeatureError(
@@ -257,7 +246,7 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _refuse_dispatched(trainer: Any, name: str, data: Any) -> None:
-    """Refuse a data set, or several by name, whose batches rank 0 would cut for the others."""
+    """Refuse a data set, or a dict of them, whose batches rank 0 would cut for the others."""
     dispatches = trainer.accelerator.dispatch_batches
     streamed = any(isinstance(one, IterableDataset) for one in (data.values() if isinstance(data, dict) else (data,)))
     if dispatches or (dispatches is None and streamed):

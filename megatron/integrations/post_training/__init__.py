@@ -4,10 +4,9 @@
     columns = {"advantages": [...], "old_log_probs": old.tokens["log_probs"]}
     result = passes.train(step, samples, columns, ppo_clip())   # the gradients of that loss of the global batch
 
-`passes` are those of Megatron's runtime or of a plain PyTorch loop. A *response* is what a loss over whole samples
-counts: a sample, each response of a prompt that several share (`data.shared_question`), or each branch of a tree of
-turns (`data.turns`).
+A response is what a loss over whole samples counts: a sample, one of several responses to a prompt
+(`data.shared_question`), or a branch of a tree of turns (`turns`).
 
-Read in this order: `caller_order` (where each token is in the caller's order; columns there, outputs back), `losses`
-(how to write a loss), `objectives` (losses), `torch_passes`, `megatron_passes`.
+Read in this order: `caller_order` (each token's place in the caller's order), `losses` (how to write a loss),
+`objectives` (losses), `torch_passes` and `megatron_passes` (passes in plain PyTorch, and on Megatron's runtime).
 """

@@ -1,9 +1,9 @@
-"""The caller's order of samples: their columns go to the lanes by it, and outputs of a pass come back.
+"""The caller's order of samples: it takes their columns to the lanes and brings the outputs of a pass back.
 
     samples of 3 and 2 tokens, in the caller's order:   0 1 2 | 3 4        a place for each token, 5 is padding
-    lane 1 of 2, where both are in one bucket:          1 2 | 5 5          zigzag: its shard of each sample
+    lane 1 of 2, where both are in one bucket:          1 2 | 4 5          zigzag: its shard of each sample
 
-The same numbers take a sample's columns to its lanes and bring results back, whatever lane, shard and micro-batch.
+The same places serve both ways, whatever lane, shard and micro-batch a token is in.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ from megatron.dynamic_cp.layout.token_owners import segments_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CallerOrder:
-    """The samples of a global batch in the caller's order.
-
-    Attributes:
-        samples: each id once.
-    """
+    """The samples of a global batch in the caller's order; each id is there once."""
 
     samples: tuple[Sample, ...]
 
@@ -48,22 +44,22 @@ class CallerOrder:
 
     @cached_property
     def number_of_id(self) -> dict[int, int]:
-        """Which sample has an id, counted from 0."""
+        """Sample id -> index of the sample."""
         return {sample.sample_id: index for index, sample in enumerate(self.samples)}
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """The place of each sample's first token, and behind all of them, [samples + 1]."""
+        """The place of each sample's first token, and the end of all, int64 [samples + 1]."""
         return _starts([sample.seqlen for sample in self.samples])
 
     @cached_property
     def first_responses(self) -> NDArray[np.int64]:
-        """The number of each sample's first response, and behind all of them, [samples + 1]."""
+        """The number of each sample's first response, and the end of all, int64 [samples + 1]."""
         return _starts([len(segments_of(sample).sequences) for sample in self.samples])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples; the place of padding."""
+        """Tokens of all samples; also the place of padding."""
         return int(self.starts[-1])
 
     @property
@@ -76,11 +72,7 @@ class CallerOrder:
         return hashlib.sha256(repr(self.samples).encode()).hexdigest()
 
     def of_lane(self, plan: LanePlan, device: torch.device) -> list[LocalTokens]:
-        """Return the local tokens of each micro-batch of a lane, on `device`.
-
-        Raises:
-            DisagreementError: the plan holds another sample.
-        """
+        """Return the local tokens of each micro-batch of a lane; refuse plans of other samples (DisagreementError)."""
         packed = packed_buckets(plan)
         return [
             self._of_bucket(bucket.samples, of_lane, plan.lane, device)
@@ -107,7 +99,7 @@ class CallerOrder:
             places[here] = np.where(shard < sample.seqlen, self.starts[index] + shard, self.num_tokens)
             present.append(np.arange(*self.first_responses[index : index + 2]))
             lengths, sequences = segments_of(sample)
-            has_part = np.zeros((len(sequences), len(lengths) + 1), np.bool_)  # padding is nobody's part
+            has_part = np.zeros((len(sequences), len(lengths) + 1), np.bool_)  # last column: padding
             for number, parts in enumerate(sequences):
                 has_part[number, parts] = True
             of_token = np.searchsorted(np.cumsum(lengths), shard, side="right")
@@ -128,14 +120,8 @@ class CallerOrder:
 def agreed_order(
     samples: Sequence[Sample], plan: LanePlan, device: torch.device, check: Callable[[], None] = lambda: None
 ) -> tuple[CallerOrder, list[LocalTokens]]:
-    """Return the order of samples, equal on all ranks, and those of this lane's micro-batches. Collective over the job.
-
-    Args:
-        device: of the job's collectives, and of what is returned.
-        check: what else a rank looks at first.
-
-    Raises:
-        DynamicCPError: ranks have other samples, or one of them found something bad; on all ranks.
+    """Return the order of samples, equal on all ranks, and the local tokens of this lane's micro-batches. Collective
+    over the job: other samples on a rank, or what its `check` raises, is an error on all.
     """
 
     def prepare() -> tuple[CallerOrder, list[LocalTokens]]:
@@ -154,13 +140,13 @@ def _starts(lengths: Sequence[int]) -> NDArray[np.int64]:
 class LocalTokens:
     """Where the T local tokens of a micro-batch are in the caller's order.
 
-    A token that several responses share is an *entry* of each of them; padding is none.
+    A token is an entry of each response that has it, several if they share it; padding has none.
 
     Attributes:
         places: int64 [T], `CallerOrder.num_tokens` for padding.
-        tokens, responses: which local token each entry is, and whose, int64 [entries].
-        weights: 1 over the entries of the same token, float32 [entries].
-        present: the responses of all samples that this lane works with, tokens of its own or not, int64 [present].
+        tokens, responses: local token and response of each entry, int64 [entries].
+        weights: 1 over the number of entries of the same token, float32 [entries].
+        present: the responses of all samples here, whether or not this lane has tokens of theirs, int64 [present].
     """
 
     places: torch.Tensor
@@ -170,11 +156,11 @@ class LocalTokens:
     present: torch.Tensor
 
     def masked(self, loss_mask: torch.Tensor) -> torch.Tensor:
-        """Return the loss mask of each entry, whose sum over the entries of a token is its own, [entries]."""
+        """Return the loss mask of each entry, [entries]; over the entries of a token it adds up to the token's own."""
         return loss_mask.reshape(-1)[self.tokens] * self.weights
 
     def sums(self, values: torch.Tensor, num_responses: int) -> torch.Tensor:
-        """Return the sums of values [n, entries] over the local ones of each response, [n, num_responses]."""
+        """Return the sums of values [n, entries] over the local entries of each response, [n, num_responses]."""
         return values.new_zeros(len(values), num_responses).index_add(1, self.responses, values)
 
 
@@ -183,35 +169,25 @@ OUTPUTS = ("log_probs", "entropies", "values")
 RESERVED = (*OUTPUTS, "num_tokens")
 
 Values = Mapping[str, Tensor]
-"""Name -> values of tokens [T], or of responses [R]: outputs of the model or sums of terms, and columns."""
+"""Name -> values of tokens [T] or of responses [R]: outputs of the model, sums of terms, and columns."""
 
 GivenColumns = Mapping[str, Sequence[Any]]
-"""Name -> for each sample, in the caller's order: [S] values, one for each response, or a single one; or one value for
-each response of all samples, such as `PassOutputs.sums`.
-
-The value at place i belongs to the label at place i, which follows token i. On all ranks the same.
-"""
+"""Name -> for each sample in the caller's order [S] values, one for each of its responses, or a single one; or one
+value for each response of all samples, such as `PassOutputs.sums`. Value i belongs to label i, which follows token i.
+Equal on all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Columns:
-    """Columns of a global batch as flat tensors.
-
-    Attributes:
-        of_tokens: name -> float32 [tokens].
-        of_responses: name -> float32 [responses].
-    """
+    """Columns of a global batch as flat tensors: name -> float32 [tokens] or [responses]."""
 
     of_tokens: Mapping[str, Tensor]
     of_responses: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, order: CallerOrder, given: GivenColumns) -> Columns:
-        """Return the columns of samples.
-
-        Raises:
-            DataError: a column with a name that is taken, that has not as many samples, or a sample's values that are
-                neither for tokens nor for responses, no numbers, or not finite.
+        """Return the columns of samples; DataError for a name that is taken, another number of samples, or values that
+        fit neither tokens nor responses or are no finite numbers.
         """
         of_tokens, of_responses = {}, {}
         for name, values in given.items():
@@ -260,7 +236,7 @@ class Columns:
         return Columns(of_tokens=of_tokens, of_responses=of_responses)
 
     def on_entries(self, local: LocalTokens) -> dict[str, Tensor]:
-        """Return the values of local entries, each [entries]; those of a response are the same for all its tokens."""
+        """Return the values of local entries, each [entries]; a response's value is that of all its entries."""
         places = local.places[local.tokens]
         shards = {name: values[places] for name, values in self.of_tokens.items()}
         return shards | {name: values[local.responses] for name, values in self.of_responses.items()}
@@ -317,9 +293,8 @@ class PassOutputs:
     """Outputs of a forward pass.
 
     Attributes:
-        tokens: name -> for each sample float32 [S]; the value at place i belongs to the label that follows token i.
-        sums: name -> for each response the sum over its tokens with a loss, float64 [responses].
-        num_tokens: with a loss, of each response, int64 [responses].
+        tokens: name -> for each sample float32 [S]; value i belongs to the label that follows token i.
+        sums, num_tokens: name -> sum over a response's tokens with a loss, float64 [responses]; their number, int64.
     """
 
     tokens: Mapping[str, list[NDArray[np.float32]]]
@@ -328,18 +303,15 @@ class PassOutputs:
 
 
 class Gatherer:
-    """Puts the outputs of micro-batches to their places.
-
-    Args:
-        names: of the outputs, the same on all ranks.
-        is_speaker: whether this rank's outputs count; false where it has none, or repeats those of another.
+    """Puts the outputs of micro-batches in their places. `names` are those of the outputs, the same on all ranks;
+    `is_speaker` is false on ranks that have no outputs or repeat those of another.
     """
 
     def __init__(
         self, order: CallerOrder, names: tuple[str, ...], device: torch.device, *, is_speaker: bool = True
     ) -> None:
         self._order, self._names, self._is_speaker = order, names, is_speaker
-        # Behind the outputs: how often a token came; how many of a response have a loss.
+        # The last row counts: how often a token came, and how many tokens of a response have a loss.
         self._tokens = torch.zeros(len(names) + 1, order.num_tokens + 1, device=device)
         self._sums = torch.zeros(len(names) + 1, order.num_responses, dtype=torch.float64, device=device)
 
@@ -354,9 +326,7 @@ class Gatherer:
 
     def gathered(self) -> PassOutputs:
         """Return the results. Collective over the job, two all-reduces: of all tokens, and of all responses.
-
-        Raises:
-            DisagreementError: a token was computed not at all, or twice.
+        DisagreementError if a token was not computed exactly once.
         """
         dist.all_reduce(self._tokens)
         dist.all_reduce(self._sums)
@@ -378,7 +348,7 @@ class Gatherer:
 
 @contextmanager
 def evaluating(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Run models without gradients, and as in evaluation."""
+    """Run models in evaluation mode, without gradients."""
     training = [module for model in models for module in model.modules() if module.training]
     for module in training:
         module.training = False

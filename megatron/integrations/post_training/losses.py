@@ -3,9 +3,9 @@
     tokens (outputs of the model and columns, each [T])  -> a loss of each token                       TokenLoss
     tokens -> terms [T] -> their sums over each response, on all its lanes -> a loss of each response  ResponseLoss
 
-T counts the tokens of a micro-batch on a lane; a token that several responses share is there once for each of them.
-Every lane adds up what its tokens share in the loss, and the sum over all lanes is divided once, by what the mean of
-the global batch says. So no loss knows of lanes, CP sizes or micro-batches.
+T counts the tokens of a micro-batch on a lane; a token that several responses share is there once for each of them. The
+parts of all lanes are added up and divided once, by what the mean of the global batch says. So no loss knows of lanes,
+CP sizes or micro-batches.
 """
 
 from __future__ import annotations
@@ -35,18 +35,14 @@ from megatron.integrations.post_training.caller_order import (
 )
 
 Mean = Literal["tokens", "samples"] | float
-"""Over the whole global batch: the tokens with a loss alike; first those of each response, then the responses alike; or
-the sum over all divided by a number. A response without a token with a loss does not count."""
+"""Mean over the global batch: of all tokens with a loss; of the means of each response; or the sum divided by a number.
+A response without a token with a loss does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """A loss of each token.
-
-    Attributes:
-        of_tokens: values [T] -> losses [T]; a token without a loss has 0 in all values, and its loss is not counted.
-        needs: the outputs and columns that it reads.
-        mean: how tokens count.
+    """A loss of each token. `of_tokens` takes values [T] and returns losses [T]; all values of a token without a loss
+    are 0, and its result does not count. `needs` names the outputs and columns that it reads.
     """
 
     of_tokens: Callable[[Values], Tensor]
@@ -59,13 +55,13 @@ class ResponseLoss:
     """A loss of each response.
 
     Attributes:
-        terms: values [T] -> what is summed over the tokens of a response that have a loss, each [T].
+        terms: values [T] -> terms, each [T], which are summed over the tokens of a response that have a loss.
         of_responses: sums of terms, columns of responses and "num_tokens", each [R] -> losses [R]. R counts all
-            responses of some samples, in their order; nobody else's sums are there.
+            responses of some samples, in their order.
         needs: the outputs and columns that either reads.
-        mean: how responses count; "tokens" is for losses of tokens.
-        group_size: responses that every sample has, if the loss is of several together; None: any number.
-        needs_all: a response without a token with a loss is an error; so it is with a `group_size`.
+        mean: "samples", or a number.
+        group_size: how many responses every sample has, if a loss is of several together; None: any number.
+        needs_all: a response without a token with a loss is an error; with a `group_size` it always is.
     """
 
     terms: Callable[[Values], Values]
@@ -86,12 +82,9 @@ Loss = TokenLoss | ResponseLoss
 def check_loss(
     loss: Loss, order: CallerOrder, columns: Columns, plan: LanePlan, outputs: Sequence[str] = OUTPUTS
 ) -> None:
-    """Refuse a loss that cannot be computed.
-
-    Raises:
-        DataError: it needs a column or an output that is not there, or another number of responses of each sample.
-        InvalidInputError: its mean is none, or divides by 0 or less.
-        UnsupportedFeatureError: sums over responses whose lanes are no CP group of their own.
+    """Raise DataError if the loss needs a column or an output that is missing or samples have another number of
+    responses, InvalidInputError if its mean is unknown or not above 0, and UnsupportedFeatureError if sums over
+    responses have lanes that are no CP group of their own.
     """
     if loss.mean not in ("tokens", "samples") and not isinstance(loss.mean, Real):
         raise InvalidInputError(f"the mean is {loss.mean!r}: give 'tokens', 'samples', or a number to divide by")
@@ -128,7 +121,7 @@ def check_loss(
 
 
 def _try(loss: Loss, columns: Columns, outputs: Sequence[str]) -> None:
-    """Compute a loss of zeros: what it lacks shows before a pass."""
+    """Compute the loss of zeros, so that what it lacks shows before a pass."""
     zeros = torch.zeros(1 if isinstance(loss, TokenLoss) else loss.group_size or 1)
     tokens = _Named("token", dict.fromkeys(outputs, zeros), dict.fromkeys(columns.names, zeros))
     if isinstance(loss, TokenLoss):
@@ -140,11 +133,7 @@ def _try(loss: Loss, columns: Columns, outputs: Sequence[str]) -> None:
 
 
 class _Named(dict[str, Tensor]):
-    """The values that a loss reads for each token, or for each response: computed ones, and given ones.
-
-    Raises:
-        DataError: a name is there twice; or one that is read is not there.
-    """
+    """What a loss reads for each token or response, computed or given; DataError for a missing or a double name."""
 
     def __init__(self, of: str, computed: Values, known: Values) -> None:
         super().__init__({**computed, **known})
@@ -168,10 +157,9 @@ class Objective:
     """A loss of a global batch, ready to be computed micro-batch by micro-batch.
 
     Attributes:
-        columns: on the device.
         counts: tokens with a loss of each response of the job, 1 where there are none, float32 [responses].
         divisor: what the sum over the job is divided by.
-        num_tokens: with a loss, of the job.
+        num_tokens: tokens of the job that have a loss.
     """
 
     loss: Loss
@@ -182,13 +170,8 @@ class Objective:
 
     @classmethod
     def of(cls, loss: Loss, columns: Columns, counts: Tensor) -> Objective:
-        """Return the objective.
-
-        Args:
-            counts: tokens with a loss of each response, summed over the job.
-
-        Raises:
-            DataError: no token has a loss; or none of a response that the loss cannot leave out.
+        """Return the objective; `counts` are the tokens with a loss of each response, summed over the job. DataError if
+        there are none, or none of a response that the loss cannot leave out.
         """
         num_tokens, num_responses = round(float(counts.sum())), int((counts > 0).sum())
         if num_tokens == 0:
@@ -217,13 +200,9 @@ class Objective:
         return self.num_tokens / self.divisor
 
     def share(self, outputs: Values, loss_mask: Tensor, local: LocalTokens, params: DynamicPackedSeqParams) -> Tensor:
-        """Return a lane's part in the loss of a micro-batch; the sum over the job, / divisor, is the loss.
-
-        Collective over the micro-batch's CP group where the loss is of responses, in backward, too.
-
-        Args:
-            outputs: of the model, each [T] or [1, T].
-            loss_mask: [T] or [1, T], 0 for padding.
+        """Return a lane's part in the loss of a micro-batch; the sum over the job, / divisor, is the loss. A loss of
+        responses is collective over the micro-batch's CP group, in backward, too. `outputs` and `loss_mask` (0 for
+        padding) are [T] or [1, T].
         """
         mask = local.masked(loss_mask)
         own = {name: output.reshape(-1)[local.tokens] for name, output in outputs.items()}
@@ -252,7 +231,7 @@ def _of_shape(expected: Tensor, values: Tensor) -> Tensor:
 
 
 class _SumOverLanes(torch.autograd.Function):
-    """Sums over the lanes of a group; each lane's loss depends on all lanes' terms, so gradients are summed, too."""
+    """Sums over the lanes of a group. Each lane's loss depends on all lanes' terms, so gradients are summed, too."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -279,13 +258,8 @@ def agreed_columns(
     device: torch.device,
     outputs: Sequence[str] = OUTPUTS,
 ) -> Columns:
-    """Return the columns of a pass, once all ranks found them good, equal and enough for the loss. Collective.
-
-    Args:
-        outputs: that the pass computes.
-
-    Raises:
-        DynamicCPError: they are not; on all ranks.
+    """Return the columns of a pass once all ranks found them good, equal and enough for the loss; otherwise all raise
+    the same DynamicCPError. Collective. The pass computes `outputs`.
     """
 
     def prepare() -> Columns:
@@ -299,15 +273,10 @@ def agreed_columns(
 def count_tokens(
     order: CallerOrder, of_lane: Sequence[LocalTokens], masks: Sequence[Tensor], device: torch.device
 ) -> Tensor:
-    """Return the tokens with a loss of each response of the job, float64 [responses]. Collective over the job.
-
-    Args:
-        of_lane, masks: of each micro-batch, its order and loss mask; none on ranks that repeat what others have.
-
-    Raises:
-        DataError: masks that are no whole numbers; on all ranks.
+    """Return the tokens with a loss of each response of the job, float64 [responses]. Collective. Ranks that repeat
+    what others have give no micro-batches. All raise DataError if a mask is no whole number.
     """
-    # Behind the responses: how many tokens have a bad mask.
+    # The last entry counts tokens with a bad mask.
     counts = torch.zeros(order.num_responses + 1, dtype=torch.float64, device=device)
     for micro_batch, given in zip(of_lane, masks, strict=True):
         mask = given.to(device, non_blocking=True)

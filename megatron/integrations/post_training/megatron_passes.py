@@ -1,6 +1,5 @@
-"""Passes of post-training on Megatron's runtime: lanes, TP, PP and experts, on megatron-core's schedules.
-
-The last stage computes `TokenOutputs` of each token in the place of losses.
+"""Passes of post-training on Megatron's runtime: lanes, TP, PP and experts, on megatron-core's schedules. In the place
+of losses the last stage computes `TokenOutputs` of each token.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ _OF_LM_HEAD = ("log_probs", "entropies")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutputs:
-    """The outputs that are computed of hidden states: rows of one tensor.
+    """Which outputs are computed of hidden states, as rows of one tensor.
 
     Attributes:
         log_probs: the LM head's "log_probs" of the labels, and "entropies".
         values: the value head's "values".
-        temperature: that logits are divided by, above 0.
-        chunk_tokens: most tokens whose logits exist at once; None: as of the losses of the model's configuration.
+        temperature: what logits are divided by, above 0.
+        chunk_tokens: most tokens whose logits exist at once; None: as the model's configuration says for losses.
     """
 
     log_probs: bool = True
@@ -63,11 +62,8 @@ class TokenOutputs:
         return _OF_LM_HEAD * self.log_probs + ("values",) * self.values
 
     def check(self, chunks: Sequence[GPTModel]) -> None:
-        """Refuse models that cannot compute it.
-
-        Raises:
-            InvalidInputError: nothing is asked for, or a head is missing.
-            UnsupportedFeatureError: a model with multi-token prediction, or one that is not of this package.
+        """Raise InvalidInputError if nothing is asked for or a head is missing, and UnsupportedFeatureError for a model
+        with multi-token prediction or of another package.
         """
         if not self.names:
             raise InvalidInputError("0 outputs are asked for: have log_probs, values or both computed")
@@ -90,10 +86,7 @@ class TokenOutputs:
                 raise InvalidInputError("log_probs are asked for, and a value head took the place of the LM head")
 
     def __call__(self, gpt: GPTModel, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return [names, 1, T] in float32.
-
-        Heads that are there and not asked for get gradients of 0: buckets of gradients wait for all their weights.
-        """
+        """Return [names, 1, T] in float32. Idle heads get gradients of 0: buckets of gradients wait for all weights."""
         outputs: list[Tensor] = []
         if self.log_probs:
             weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
@@ -109,7 +102,7 @@ class TokenOutputs:
 
     @contextmanager
     def installed(self, chunks: Sequence[GPTModel]) -> Iterator[None]:
-        """Have chunks of a model return this while the context lasts."""
+        """Make the model's chunks return these outputs while the context lasts."""
         for chunk in chunks:
             chunk.token_outputs = self
         try:
@@ -123,12 +116,8 @@ _NAME = "value_head"
 
 
 class ValueHead(torch.nn.Module):
-    """A linear layer of width 1: the value of each token, or what its end says of a sample.
-
-    Every TP rank has all of it. With sequence parallelism each computes the values of its part of the tokens.
-
-    Args:
-        seed: of the weights, which are the same on all ranks.
+    """A linear layer of width 1: the value of each token, or at its end that of a sample. Every TP rank has all its
+    weights, which `seed` decides. With sequence parallelism each computes its part of the tokens.
     """
 
     def __init__(self, config: Any, seed: int = 0) -> None:
@@ -143,7 +132,7 @@ class ValueHead(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # sum over TP ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the values [1, T] in float32 of hidden states [T, 1, H], of this rank's part of T."""
+        """Return values [1, T] in float32 of this rank's part of the hidden states [T, 1, H]."""
         values = (hidden @ self.weight[:, None] + self.bias).float()
         if self._is_sequence_parallel:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
@@ -151,12 +140,8 @@ class ValueHead(torch.nn.Module):
 
 
 def add_value_head(model: Sequence[GPTModel], *, replaces_lm_head: bool = False, seed: int = 0) -> None:
-    """Give the last stage a value head; on all ranks, before the model is wrapped.
-
-    Args:
-        model: the bare chunks of this rank.
-        replaces_lm_head: the LM head goes, where its weights are not the embedding's.
-        seed: of the head's weights.
+    """Give the last stage's bare chunks a value head, on all ranks, before the model is wrapped. With
+    `replaces_lm_head` the LM head is removed, unless its weights are the embedding's.
     """
     for chunk in model:
         if chunk.post_process:
@@ -175,12 +160,7 @@ _Batch = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """The figures of a training pass, the same on all ranks.
-
-    Attributes:
-        loss: of the global batch.
-        num_tokens: with a loss.
-    """
+    """The loss of a global batch and its number of tokens with a loss, the same on all ranks."""
 
     loss: float
     num_tokens: int
@@ -194,7 +174,6 @@ class MegatronPasses:
         model: chunks of this rank, as the schedule runs them; its configuration has calculate_per_token_loss, and
             finalize_model_grads_func for training.
         seq_length: an upper bound of tokens; pipeline stages exchange the real lengths.
-        outputs: what is computed of each token.
     """
 
     model: Sequence[torch.nn.Module]
@@ -202,12 +181,8 @@ class MegatronPasses:
     outputs: TokenOutputs = field(default_factory=TokenOutputs)
 
     def forward(self, data: StepData, plan: LanePlan, samples: Sequence[Sample]) -> PassOutputs:
-        """Return the outputs of all tokens in the order of `samples`, on all ranks. Collective over the job.
-
-        The model runs without gradients, and as in evaluation.
-
-        Args:
-            data, plan: of these samples: what `DataIteratorWrapper.wrap` returned, and its `plan`.
+        """Return the outputs of all tokens in the order of `samples`, on all ranks. Collective over the job. The model
+        runs in evaluation mode. For these samples `DataIteratorWrapper.wrap` returned `data`, and its `plan` is `plan`.
         """
         device = collective_device()
         order, of_lane = agreed_order(samples, plan, device, partial(self._check, data))
@@ -224,14 +199,11 @@ class MegatronPasses:
     def train(
         self, data: StepData, plan: LanePlan, samples: Sequence[Sample], columns: GivenColumns, loss: Loss
     ) -> PassResult:
-        """Add the gradients of the loss of a global batch to the buffers. Collective over the job.
-
-        Args:
-            data, plan: of these samples, as for `forward`.
-            columns: of them, in their order; see `GivenColumns`.
+        """Add the gradients of the loss of a global batch to the buffers. Collective over the job. `data` and `plan`
+        are as for `forward`; `columns` are those of `samples`, in their order.
 
         Raises:
-            DynamicCPError: bad columns, no token with a loss, or a model that cannot compute the outputs; on all ranks.
+            DynamicCPError: bad columns, no token with a loss, or outputs that the model cannot compute; on all ranks.
         """
         device = collective_device()
         order, of_lane = agreed_order(samples, plan, device, partial(self._check, data, trains=True))
@@ -275,7 +247,7 @@ class MegatronPasses:
         *,
         forward_only: bool,
     ) -> None:
-        """Run all micro-batches; `take` gets the outputs of each on the last stage, and returns its loss."""
+        """Run all micro-batches; on the last stage `take` gets the outputs of each, and returns its loss."""
 
         def forward_step(iterator: Iterator[Any], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., LossOutput]]:
             batch, micro_batch = next(iterator)
@@ -294,7 +266,7 @@ class MegatronPasses:
 
 
 def _is_speaker() -> bool:
-    """Return whether results of this rank count: of the last stage, and of one of its TP ranks."""
+    """Return whether results of this rank count: it is TP rank 0 of the last stage."""
     stage, num_stages = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_world_size(),

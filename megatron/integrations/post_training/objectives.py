@@ -1,4 +1,4 @@
-"""Losses of post-training, each a few lines, and the columns of theirs that the host computes."""
+"""Losses of post-training, each a few lines, and those of their columns that the host computes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ def sft(*, mean: Mean = "tokens") -> TokenLoss:
 def ppo_clip(
     *, low: float = 0.2, high: float = 0.2, kl: float = 0.0, entropy: float = 0.0, mean: Mean = "tokens"
 ) -> TokenLoss:
-    """Return PPO's clipped loss, which GRPO takes with the advantages of groups (`group_advantages`).
-
-    Its columns are "advantages", "old_log_probs", and with `kl` "reference_log_probs".
+    """Return PPO's clipped loss, which GRPO uses with `group_advantages`. Its columns are "advantages",
+    "old_log_probs", and with `kl` "reference_log_probs".
 
     Source: Schulman et al. 2017 (arXiv 1707.06347); Shao et al. 2024 (arXiv 2402.03300) with its estimate of the KL.
 
     Args:
         low, high: how far below and above 1 a ratio of probabilities may go.
-        kl: how much the divergence from the reference counts.
-        entropy: how much the entropy counts, against the loss.
+        kl, entropy: factors of the divergence from the reference, and of the entropy, which lowers the loss.
     """
 
     def of_tokens(of: Values) -> Tensor:
@@ -49,12 +47,8 @@ def ppo_clip(
 
 
 def gspo(*, low: float = 3e-4, high: float = 4e-4) -> ResponseLoss:
-    """Return the clipped loss of the mean ratio of a response's tokens; columns "advantages" and "old_log_probs".
-
-    Source: Zheng et al. 2025 (arXiv 2507.18071).
-
-    Args:
-        low, high: how far below and above 1 the ratio may go.
+    """Return the clipped loss of a response's mean ratio; columns "advantages" and "old_log_probs". `low` and `high`:
+    how far below and above 1 the ratio may go. Source: Zheng et al. 2025 (arXiv 2507.18071).
     """
 
     def of_responses(of: Values) -> Tensor:
@@ -68,11 +62,9 @@ def gspo(*, low: float = 3e-4, high: float = 4e-4) -> ResponseLoss:
 
 
 def dpo(*, beta: float = 0.1) -> ResponseLoss:
-    """Return the loss of preference pairs: of each the first response of a sample is chosen, the second rejected.
-
-    Its column "reference" has the sum of the reference's log-probs of each response (`PassOutputs.sums`).
-
-    Source: Rafailov et al. 2023 (arXiv 2305.18290).
+    """Return the loss of preference pairs: the first response of a sample is chosen, the second rejected. Its column
+    "reference" has the reference's log-probs summed over each response. Source: Rafailov et al. 2023 (arXiv
+    2305.18290).
     """
 
     def of_responses(of: Values) -> Tensor:
@@ -85,11 +77,11 @@ def dpo(*, beta: float = 0.1) -> ResponseLoss:
 
 
 def dpo_apart(*, beta: float = 0.1) -> ResponseLoss:
-    """Return the same loss of pairs that are two samples, wherever those lie: each knows the other as a number.
+    """Return the loss of `dpo` for pairs that are two samples, wherever those lie: each knows the other as a number.
 
-    Beside "reference" there is "sides", 1 for a chosen and -1 for a rejected sample, and "other_gains"
-    (`of_the_other`): what the other's log-probs have over the reference, of a forward pass with the weights of this
-    step. Each sample has half of a pair's gradient from it, and so counts twice.
+    Columns are "reference", "sides" (1 for a chosen and -1 for a rejected sample) and "other_gains" (`of_the_other`):
+    the other's log-probs less its reference, from a forward pass with the weights of this step. A sample's loss has
+    only its own half of the pair's gradient, so gradients count twice.
     """
 
     def of_responses(of: Values) -> Tensor:
@@ -106,10 +98,8 @@ def dpo_apart(*, beta: float = 0.1) -> ResponseLoss:
 
 
 def value_regression(*, clip: float | None = None, mean: Mean = "tokens") -> TokenLoss:
-    """Return half the squared distance of values from "returns".
-
-    Args:
-        clip: how far from "old_values" a value may go before that is no gain, as in PPO; None: anywhere.
+    """Return half the squared distance of values from "returns"; a value that goes further than `clip` from
+    "old_values" gains nothing by that, as in PPO.
     """
 
     def of_tokens(of: Values) -> Tensor:
@@ -123,9 +113,8 @@ def value_regression(*, clip: float | None = None, mean: Mean = "tokens") -> Tok
 
 
 def reward_pairs() -> ResponseLoss:
-    """Return the loss of a reward model: the first response of a sample should have a greater value than the second.
-
-    A response's reward is the sum of its values: give a loss mask that is 1 at its last token alone.
+    """Return the loss of a reward model: the first response of a sample should have a greater reward than the second. A
+    reward is the sum of a response's values, so give a loss mask that is 1 at its last token alone.
     """
 
     def of_responses(of: Values) -> Tensor:
@@ -136,7 +125,7 @@ def reward_pairs() -> ResponseLoss:
 
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return the larger of the losses with a ratio of probabilities, and with it clipped."""
+    """Return the larger of two losses: with a ratio of probabilities as it is, and with the ratio clipped."""
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
@@ -147,13 +136,8 @@ def _sum_of(name: str) -> Any:
 def group_advantages(rewards: ArrayLike, groups: Sequence[Hashable], *, scales: bool = True) -> NDArray[np.float64]:
     """Return each response's reward less the mean of its group, over the group's standard deviation.
 
-    Args:
-        rewards: of all responses of the global batch.
-        groups: whose each is, such as the id of its prompt.
-        scales: False: do not divide, as Dr. GRPO.
-
-    Raises:
-        DataError: a group of a single response, or another number of groups than of rewards.
+    `groups` names the group of each, such as its prompt. Without `scales` nothing is divided, as in Dr. GRPO.
+    DataError: a group of a single response, or another number of groups than of rewards.
     """
     values, numbers, sizes = _grouped(rewards, groups, "group", 2, None)
     means = np.bincount(numbers, values) / sizes
@@ -165,15 +149,7 @@ def group_advantages(rewards: ArrayLike, groups: Sequence[Hashable], *, scales: 
 
 
 def of_the_other(values: ArrayLike, pairs: Sequence[Hashable]) -> NDArray[np.float64]:
-    """Return for each response the value of the other one of its pair.
-
-    Args:
-        values: of all responses.
-        pairs: whose each is.
-
-    Raises:
-        DataError: a pair that has not two, or another number of pairs than of values.
-    """
+    """Return for each response the value of the other one of its pair; DataError if one of `pairs` has not two."""
     known, numbers, _ = _grouped(values, pairs, "pair", 2, 2)
     return np.bincount(numbers, known)[numbers] - known
 
@@ -181,11 +157,8 @@ def of_the_other(values: ArrayLike, pairs: Sequence[Hashable]) -> NDArray[np.flo
 def _grouped(
     values: ArrayLike, groups: Sequence[Hashable], what: str, least: int, most: int | None
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the values, the number of each one's group in the order of appearance, and the groups' sizes.
-
-    Args:
-        what: a group is called.
-        least, most: responses that it may have; None: any number.
+    """Return the values, each one's group as a number in the order of appearance, and the groups' sizes. A group,
+    called `what` in errors, may have `least` to `most` responses (None: any number).
     """
     given = np.asarray(values, np.float64)
     if len(given) != len(groups):

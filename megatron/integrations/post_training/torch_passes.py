@@ -1,4 +1,4 @@
-"""Passes of post-training in a loop of plain PyTorch: the lanes and steps of `megatron.integrations.outside`."""
+"""Passes of post-training in a loop of plain PyTorch, with the lanes and steps of `megatron.integrations.outside`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.integrations.post_training.caller_order import (
 from megatron.integrations.post_training.losses import Loss, Objective, Values, agreed_columns, count_tokens
 
 Outputs = Callable[[torch.nn.Module, dict[str, Any]], Values]
-"""(wrapped model, micro-batch) -> what it computes of each local token, each [T] or [1, T]: "log_probs", ..."""
+"""(wrapped model, micro-batch) -> what it computes for each local token, each [T] or [1, T]: "log_probs", ..."""
 
 
 def label_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> dict[str, Tensor]:
@@ -42,11 +42,10 @@ def label_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) ->
 def head_log_probs(
     hidden: Tensor, head: Callable[[Tensor], Tensor], labels: Tensor, chunk_tokens: int, temperature: float = 1.0
 ) -> dict[str, Tensor]:
-    """Return `label_log_probs` of head(hidden) over chunks of tokens, whose logits backward computes again.
+    """Return `label_log_probs` of head(hidden), computed over chunks whose logits backward computes again.
 
     Args:
-        hidden: [1, T, H].
-        head: hidden states [1, t, H] -> logits [1, t, words].
+        hidden: [1, T, H]; head: [1, t, H] -> logits [1, t, words].
         chunk_tokens: most tokens whose logits exist at once, at least 1.
     """
 
@@ -64,9 +63,8 @@ class TorchPasses:
 
     Attributes:
         model: wrapped in DistributedDataParallel or by `fully_shard` over all lanes.
-        outputs: what of a micro-batch results and losses are made of.
-        names: that losses may read of it.
-        backward: what is called on the loss, such as `accelerator.backward`.
+        outputs: computes what results and losses of a micro-batch are made of; losses may read `names` of it.
+        backward: called on the loss, such as `accelerator.backward`.
     """
 
     lanes: Lanes
@@ -76,13 +74,8 @@ class TorchPasses:
     backward: Callable[[Tensor], None] = Tensor.backward
 
     def forward(self, step: LaneStep, samples: Sequence[Sample], *, label: str = "forward pass") -> PassOutputs:
-        """Return the outputs of all tokens in the order of `samples`, on all ranks. Collective.
-
-        The model runs without gradients, and as in evaluation.
-
-        Args:
-            step: of these samples.
-            label: where in the run this is, for error messages.
+        """Return the outputs of all tokens in the order of `samples`, on all ranks. Collective. The model runs in
+        evaluation mode on `step`, which is of these samples; `label` says in errors where this is.
         """
         order, of_lane = agreed_order(samples, step.plan, self.lanes.device)
         gatherer = None
@@ -106,14 +99,9 @@ class TorchPasses:
         *,
         label: str = "step",
     ) -> StepResult:
-        """Add the gradients of the loss of a global batch to what is there. Collective; see `train_step`.
-
-        Args:
-            step: of these samples.
-            columns: of them, in their order; see `GivenColumns`.
-
-        Raises:
-            DynamicCPError: bad columns, or no token with a loss; on all ranks.
+        """Add the gradients of the loss of a global batch to what is there; see `train_step`. Collective. `step` and
+        `columns` are of these samples, in their order. DynamicCPError, on all ranks: bad columns, or no token with a
+        loss.
         """
         order, of_lane = agreed_order(samples, step.plan, self.lanes.device)
         checked = agreed_columns(order, columns, loss, step.plan, self.lanes.device, self.names)

@@ -1,7 +1,7 @@
 """What a configuration of megatron-core says of a job: a TransformerConfig, or what inherits from it.
 
-Pure functions of an object with its fields; neither torch nor megatron-core is needed. Megatron-LM's dataclasses,
-Bridge's providers and verl's `tf_config` are such objects. A field that one of them lacks is off.
+Pure functions of any object with its fields: Megatron-LM's dataclasses, Bridge's providers, verl's `tf_config`. A field
+that an object lacks is off.
 """
 
 from __future__ import annotations
@@ -72,10 +72,8 @@ def layout_of(config: Any) -> dict[str, Any]:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """Return what of `PlanOptions` a configuration says: recomputation and bytes.
-
-    What selective recomputation repeats beyond `RECOMPUTE_MODULES` (activations, up-projections of latents) is not
-    priced.
+    """Return what of `PlanOptions` a configuration says: recomputation and bytes. Selective recomputation beyond
+    `RECOMPUTE_MODULES` (activations, up-projections of latents) is not priced.
     """
     has_bf16 = any(getattr(config, name, False) for name in ("bf16", "fp16"))
     options: dict[str, Any] = {
@@ -95,7 +93,7 @@ def options_of(config: Any) -> dict[str, Any]:
 
 
 def data_parallel_of(config: Any) -> DataParallel | None:
-    """Return how lanes share gradients, where the object or Megatron-LM's arguments say it: None where none does."""
+    """Return how lanes share gradients, as the object or Megatron-LM's arguments say; None if neither does."""
     flags = config if hasattr(config, "use_distributed_optimizer") else _arguments()
     if not hasattr(flags, "use_distributed_optimizer"):
         return None

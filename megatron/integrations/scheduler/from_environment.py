@@ -2,7 +2,7 @@
 
     VERL_USE_EXTERNAL_MODULES=megatron.integrations.scheduler.from_environment DYNAMIC_CP_MODEL=path/to/config.json ...
 
-Does nothing but warn where DYNAMIC_CP_MODEL is not set, or where Megatron-Core is not installed (a driver process).
+Only warns where DYNAMIC_CP_MODEL is not set, or where Megatron-Core is not installed (a driver process).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan in the form of Megatron-LM's packing schedulers: groups[micro-batch][lane] -> the ids that lane computes.
+"""A plan in the form of Megatron-LM's packing schedulers: groups[micro-batch][lane] -> the ids that the lane computes.
 
 Lanes with the same ids are one CP group. No lane may be without samples there, so an empty place of a plan is filled by
 giving more lanes to the buckets beside it.
@@ -212,7 +212,7 @@ def _packs_of(lanes: list[list[int]]) -> list[Pack]:
 
 
 def _split_one(groups: Groups, multiple: int) -> None:
-    """Make two micro-batches of the one with most samples, in place."""
+    """Split the micro-batch with the most samples into two, in place."""
     most = max(range(len(groups)), key=lambda index: (sum(len(pack.ids) for pack in _packs_of(groups[index])), -index))
     packs, num_lanes = _packs_of(groups[most]), len(groups[most])
     if len(packs) == 1:

@@ -1,7 +1,7 @@
 """What plans of a job depend on besides the samples: from a call, a configuration, the environment or the process.
 
-Frameworks build a scheduler of two sizes and a limit. Model and hardware they do not hand over, nor, where they call no
-`run()`, TP and PP: those are asked of megatron-core's `parallel_state`, if the process has it.
+Frameworks give a scheduler two sizes and a limit, but neither model nor hardware. Where they call no `run()`, TP and PP
+come from megatron-core's `parallel_state`, if the process has it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ OPTIONS = (
     *("max_cp_size", "recompute", "recompute_modules", "recompute_layers", "tp_comm_overlap"),
     *("bytes_per_element", "fp32_residual", "search"),
 )
-"""What a call may say of PlanOptions. A framework runs a ring in aligned groups, so other exchanges and pools it cannot
-plan for; the limit of tokens and the smallest CP size it says itself."""
+"""What a call may say of PlanOptions. Frameworks run a ring in aligned groups, so other exchanges and pools cannot be
+planned; the limit of tokens and the smallest CP size are theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ def job_of(
     """Return the job of a model.
 
     Args:
-        model: a bundled name, the path of a config.json or of our JSON, the dict that such a file holds, a
-            configuration of transformers or megatron-core, or a ModelShape; None: taken from what `run()` is given.
+        model: a bundled name, the path of a config.json or of our JSON, the dict in such a file, a configuration of
+            transformers or megatron-core, or a ModelShape; None: taken from what `run()` is given.
         hardware: a bundled name, the path of a file, or a Hardware.
         layout: tp_size, pp_size and others of `LAYOUT`; those of the process where they are left out.
         options: recompute, max_cp_size and others of `OPTIONS`.

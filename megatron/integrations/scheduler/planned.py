@@ -1,7 +1,7 @@
-"""Groups of samples by the planner, never slower by simulation than the greedy they replace, and the class that asks.
+"""The planner as a scheduler class: groups of samples that are never slower, in simulation, than the greedy's.
 
-Megatron-Core draws, re-routes and packs samples itself, or verl does, and asks a scheduler class for groups. Only that
-class is ours. Every rank that asks plans for itself: a plan is a function of its input, so all find the same one.
+Megatron-Core or verl draws, re-routes and packs samples, and asks that class for groups. Every rank that asks plans for
+itself, and all find the same plan: it is a function of its input.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class PlannedGroups(NamedTuple):
 
 
 def plan_groups(job: Job, limits: Limits, seqlens: Mapping[int, int]) -> PlannedGroups:
-    """Return the faster of a plan's groups and of those of Megatron-LM's greedy.
+    """Return the faster of a plan's groups and those of Megatron-LM's greedy.
 
-    Both as they will run, in a ring: filling empty places can make a plan slower than what it was chosen against, and
-    give groups more lanes than `max_cp_size`; then the other is taken, if that has none of those.
+    Both are simulated as they will run, in a ring: filling empty places can make a plan slower than expected, and give
+    groups more lanes than `max_cp_size`. The other one is taken then, if it has no such groups.
 
     Args:
         seqlens: id -> tokens, of a whole global batch.
@@ -87,7 +87,7 @@ def plan_groups(job: Job, limits: Limits, seqlens: Mapping[int, int]) -> Planned
     shape = {"multiple": limits.multiple, "max_samples": limits.max_samples}
     cost_model = CostModel(problem)
     candidates = {planned.reason: groups_of(planned.plan, **shape)}
-    with contextlib.suppress(InvalidInputError):  # its rows may not come to a multiple where ours do
+    with contextlib.suppress(InvalidInputError):  # it may find no multiple of rows where ours does
         candidates[GREEDY] = groups_of_greedy(seqlens, cost_model, problem.options, **shape)
     seconds = {name: groups_ns(groups, seqlens, cost_model) * 1e-9 for name, groups in candidates.items()}
     largest = problem.options.largest_cp_size(problem.topology)
@@ -113,13 +113,12 @@ def largest_of(groups: Groups) -> int:
 
 
 class PlainScheduler:
-    """What the class needs of Megatron-Core's DefaultDynamicCPScheduler, where a process plans without Megatron-Core.
+    """What our class needs of Megatron-Core's DefaultDynamicCPScheduler, for processes without Megatron-Core.
 
     Args:
         max_seqlen_per_dp_cp_rank: limit of tokens of a rank in one micro-batch.
         cp_size, dp_size: their product is the number of lanes.
-        microbatch_group_size_per_vp_stage: what the number of micro-batches must be a multiple of; None: any.
-        max_num_seqs: of one pack; None: any.
+        microbatch_group_size_per_vp_stage, max_num_seqs: `Limits.multiple` and `max_samples`; None: any.
     """
 
     def __init__(
@@ -169,10 +168,8 @@ def scheduler_class(job: Job, base: type = PlainScheduler) -> type:
             return super().run(data_iterator, num_microbatches, *groups_and_config)
 
         def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> Groups:
-            """Return groups[micro-batch][lane] -> ids; those of the base class, with one warning, if none is planned.
-
-            Raises:
-                InfeasibleSampleError: a sample that all lanes together cannot hold.
+            """Return groups[micro-batch][lane] -> ids; if they cannot be planned, those of the base class, with one
+            warning. Raise InfeasibleSampleError for a sample that all lanes together cannot hold.
             """
             seqlens = {int(sample): int(seqlen) for sample, seqlen in sample_id_seqlens}
             try:
@@ -193,7 +190,7 @@ def scheduler_class(job: Job, base: type = PlainScheduler) -> type:
 
 
 def limits_of(scheduler: Any) -> Limits:
-    """Return what a scheduler was built for."""
+    """Return the limits that a scheduler was built for."""
     return Limits(
         num_lanes=scheduler.cp_size * scheduler.dp_size,
         max_tokens_per_rank=scheduler.max_seqlen_per_dp_cp_rank,
@@ -204,7 +201,7 @@ def limits_of(scheduler: Any) -> Limits:
 
 
 def _warn_once(error: DynamicCPError, text: str) -> None:
-    """Warn of the first error of its kind: those of other steps differ in their numbers only."""
+    """Warn of the first error of its kind; later ones differ in their numbers only."""
     kind = re.sub(r"\d+", "", str(error))
     if kind not in _warned:
         _warned.add(kind)

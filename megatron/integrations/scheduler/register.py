@@ -1,4 +1,4 @@
-"""Puts the planner in the place of Megatron-Core's own scheduler, for every framework that asks for that."""
+"""Puts the planner in the place of Megatron-Core's own scheduler, for every framework that asks for that one."""
 
 from __future__ import annotations
 
