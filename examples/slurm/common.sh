@@ -69,11 +69,15 @@ launch() {
   return "$code"
 }
 
-# requeue_if_stopped CODE: put this job back into the queue when SIGUSR1 made it save and leave; end it with CODE else.
-# SIGTERM is a preemption that SLURM requeues itself, or scancel, which must not come back.
+# was_preempted: whether another job takes this one's nodes. SLURM then sends SIGTERM to the ranks, not to this shell:
+# they save and leave with 0, which SLURM takes for the end of the job, and does not requeue.
+was_preempted() { [[ $(scontrol show job "$SLURM_JOB_ID") =~ \ PreemptTime=[0-9] ]]; }
+
+# requeue_if_stopped CODE: put this job back into the queue when it was made to save and leave, by SIGUSR1 or by a
+# preemption; end it with CODE else. scancel must not come back.
 requeue_if_stopped() {
   local restarts=${SLURM_RESTART_COUNT:-0}
-  if [[ $STOP_ASKED == USR1 ]]; then
+  if [[ $STOP_ASKED == USR1 ]] || { (($1 == 0)) && was_preempted; }; then
     # Not 0: nothing was saved, the job would resume from before and fail again. 138: USR1 met srun while it was ending.
     if (($1 != 0 && $1 != 138)); then
       echo "left with $1: not requeueing $SLURM_JOB_ID" >&2
