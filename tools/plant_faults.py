@@ -23,7 +23,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CODE = ("dynamic_cp", "megatron")
-ALSO_COPIED = ("benchmarks", "docs", "examples", "tests", "tools", "pyproject.toml", "pretrain_gpt.py", "README.md")
+ALSO_COPIED = (
+    *("benchmarks", "docs", "examples", "tests", "tools"),
+    *("pyproject.toml", "pretrain_gpt.py", "README.md", "SECURITY.md"),
+)
 COPY = ROOT / "runs" / "planted"
 LIMIT_S = 3600
 """Seconds after which tests are ended that hang where pytest's own limits do not hold yet."""
