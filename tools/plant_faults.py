@@ -227,7 +227,7 @@ FAULTS = {
         "    if not (num_before and rows.has_links):\n", "    if num_before or rows.has_links:\n", LINEAR
     ),
     "a transition is not transposed in backward": Fault(
-        "applied(transposed(way), grad.index_select", "applied(way, grad.index_select", LINEAR
+        "transposed(transitions.index_select(1, before))", "transitions.index_select(1, before)", LINEAR
     ),
     "gradients of states stay on their lane": Fault(
         "behind = ctx.chain.gradients(of_state, of_all)", "behind = torch.zeros_like(of_state)", LINEAR

@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dynamic_cp.decide.distribution import LOGNORMALS, SPEC_EXAMPLE, parse_lognormal
+from dynamic_cp.decide.distribution import describe as describe
 from dynamic_cp.errors import InvalidInputError, did_you_mean
-from dynamic_cp.lengths.distribution import LOGNORMALS, SPEC_EXAMPLE, parse_lognormal
-from dynamic_cp.lengths.distribution import describe as describe
 from dynamic_cp.lengths.read import MAX_LENGTH, read_length_array
 
 _DATA = Path(__file__).parents[1] / "data" / "lengths"

@@ -104,7 +104,7 @@ def _linear_bytes(linear: LinearAttention | None, element: int, tp_size: int) ->
     convolved, value = linear.convolved_channels * element, linear.value_channels * element
     gates = GATE_BYTES * linear.gate_channels
     of_head = CHUNK_TOKENS if linear.has_delta_rule else linear.value_size + 2 * linear.key_size
-    dropped = convolved + of_head * linear.num_heads * element
+    dropped = (convolved if linear.has_delta_rule else value) + of_head * linear.num_heads * element
     states = CHUNKS_PER_LANE * (linear.state_bytes + linear.summary_bytes)
     again = _COPIES_OF_GATES * _FP32_BYTES * linear.value_channels
     each = convolved + 3 * value + gates + dropped, dropped, value, convolved + gates + value, states, again

@@ -1,15 +1,16 @@
 """Seconds of linear attention on one pipeline stage, all its layers, and of the two ways in which lanes share it.
 
-`core` are the seconds of a token's products, `conv` those of its convolution, `again` those of one more pass of the
-kernel. In one direction, T tokens and N samples of a bucket on cp lanes take
+`core` are the seconds of a token's products, `memory` those of the bytes that its convolution and all copies around the
+kernel move, `again` those of one more pass of the kernel. In one direction, T tokens and N samples of a bucket on cp
+lanes take
 
-    alone   T * (core + conv)
-    heads   T * (core * most heads of a lane / heads + conv / cp) + two all-to-alls of T / cp tokens
-    states  T / cp * (core + conv + again) + N * (composing + tokens of chunks that are not full + messages)
+    alone   T * (core + memory)
+    heads   T * (core * most heads of a lane / heads + memory / cp) + two all-to-alls of T / cp tokens
+    states  T / cp * (core + memory + again) + N * (composing + tokens of chunks that are not full + messages)
 
 Where attention is placed, a lane with T tokens takes, with R of its stretches linked (`plans.stretches`),
 
-    homes   T * (core + conv) + linked tokens * again + R * (composing + half a chunk) + messages
+    homes   T * (core + memory) + linked tokens * again + R * (composing + half a chunk) + messages
 
 Nothing hides the exchanges. So both ways are linear in tokens, and states in samples as well: packers, who know tokens
 alone, take heads; `search.states` chooses for each bucket of the finished packing.
@@ -18,13 +19,14 @@ Backward, core products are BACKWARD_OVER_FORWARD times those forward. With stat
 chunks in one more pass of the kernel; backward runs the kernel's backward pass twice, once for the gradients of the
 states before chunks.
 
-Limits: of composing states only the FLOPs are priced, not the few launches for each doubling of the chunks. A kernel
+Limits: of composing states FLOPs and bytes are priced, not the few launches for each doubling of the chunks. A kernel
 walks through the chunks of a sample one after the other, with heads and samples as its only parallelism; how far that
 lowers its rate for few heads is not known, nor priced.
 """
 
 from __future__ import annotations
 
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -41,8 +43,17 @@ BACKWARD_OVER_FORWARD = 2.5
 """Products backward over forward: twice as many, and what a chunk keeps too much of is computed again. An estimate."""
 _OVER_FORWARD = 1.0, BACKWARD_OVER_FORWARD
 """Core products over those forward, (forward, backward)."""
-_CONVOLUTION_PASSES = 2, 4
-"""Passes of the convolved channels through memory, (forward, backward)."""
+_PASSES = {
+    ("gated_delta_net", "alone"): ((4, 2, 0, 0), (6, 5, 0, 0)),
+    ("gated_delta_net", "heads"): ((12, 2, 6, 0), (12, 5, 8, 0)),
+    ("gated_delta_net", "states"): ((6, 2, 2, 0.5), (9, 5, 0, 0)),
+    ("mamba2", "alone"): ((4, 1, 5, 1), (6, 3, 27, 1)),
+    ("mamba2", "heads"): ((12, 1, 11, 1), (12, 3, 35, 1)),
+    ("mamba2", "states"): ((6, 1, 5, 1), (9, 3, 27, 1)),
+}
+"""Passes of a token's channels through memory in bfloat16, forward and backward: of what is convolved, of its keys, of
+its values, and of keys and queries of every head. The convolution takes 2 and 4 of the first, the kernel's own are not
+among them. `tests/distributed/test_linear_launches.py` counts them."""
 _SHARE_OF_GEMMS = 0.25
 """Rate of the core products over that of GEMMs, where hardware does not say. An assumption: docs/cost-model.md."""
 
@@ -123,13 +134,15 @@ class StageLinearAttention:
         self._rate = core_flops_per_s(hardware)
         self._core_s = self._seconds(self.sizes.core_flops)
         self._summary_s = self._seconds(self.sizes.summary_flops)
+        bandwidth = hardware.memory_bandwidth_bytes_per_s
+        self._s_per_memory_byte = self.layers / bandwidth if bandwidth else 0.0
         self._bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
 
     def alone(self) -> Both:
         """Return what one lane takes."""
         forward, backward = (
-            LinearSeconds(Linear(0.0, times * self._core_s + conv))
-            for times, conv in zip(_OVER_FORWARD, self._conv_s(1), strict=True)
+            LinearSeconds(Linear(0.0, times * self._core_s + memory))
+            for times, memory in zip(_OVER_FORWARD, self._memory_s("alone"), strict=True)
         )
         return forward, backward
 
@@ -139,8 +152,8 @@ class StageLinearAttention:
         sent = self.sizes.heads_bytes(cp_size, self._element_bytes.exchanged) / cp_size
         exchange = Linear(2 * self._latency_s, self.layers * sent * self._s_per_byte(cp_size, link))
         forward, backward = (
-            LinearSeconds(Linear(0.0, times * core + conv / cp_size).plus(exchange), host_s=self._host_s(2))
-            for times, conv in zip(_OVER_FORWARD, self._conv_s(cp_size), strict=True)
+            LinearSeconds(Linear(0.0, times * core + memory / cp_size).plus(exchange), host_s=self._host_s(2))
+            for times, memory in zip(_OVER_FORWARD, self._memory_s("heads", cp_size), strict=True)
         )
         return forward, backward
 
@@ -148,20 +161,22 @@ class StageLinearAttention:
         """Return what a group takes whose lanes pass on states."""
         sizes = self.sizes
         computed = self._core_s + self._summary_s, 2 * BACKWARD_OVER_FORWARD * self._core_s
-        composing = self._seconds(sizes.composing_flops(cp_size))
+        composing = (CHUNKS_PER_LANE * self._carried_s(CHUNKS_PER_LANE * cp_size)).tolist()
         halo = sizes.halo_bytes(cp_size, self._element_bytes.exchanged)
         states = [sizes.states_bytes(cp_size, backward=backward) for backward in (False, True)]
         latency = Linear(3 * self._latency_s)
         forward, backward = (
             LinearSeconds(
-                latency.plus(Linear(0.0, (core_s + conv) / cp_size)),
+                latency.plus(Linear(0.0, (core_s + memory) / cp_size)),
                 # The last chunk of products of each chunk of a lane is half full in the mean.
-                composing
+                composed
                 + CHUNKS_PER_LANE * CHUNK_TOKENS / 2 * core_s
                 + self.layers * (sent + halo) * self._s_per_byte(cp_size, link),
                 self._host_s(3),
             )
-            for core_s, conv, sent in zip(computed, self._conv_s(1), states, strict=True)
+            for core_s, memory, composed, sent in zip(
+                computed, self._memory_s("states"), composing, states, strict=True
+            )
         )
         return forward, backward
 
@@ -180,8 +195,7 @@ class StageLinearAttention:
         core, summary = self._core_s, self._summary_s
         again = np.array([summary, BACKWARD_OVER_FORWARD * core])
         times = np.array(_OVER_FORWARD)
-        carried_s = self._seconds(sizes.carrying_flops(int(stretches.depth.max()) + 1))
-        carried_s *= num_linked.sum() / bucket.cp_size
+        carried_s = self._carried_s(int(stretches.depth.max()) + 1)[:, None] * num_linked.sum() / bucket.cp_size
         half_chunks = CHUNK_TOKENS / 2 * num_linked
         constant_s = np.outer(again, linked_tokens + half_chunks) + np.outer(times * core, half_chunks) + carried_s
         host_s = np.zeros_like(constant_s)
@@ -193,7 +207,7 @@ class StageLinearAttention:
             # Unlike a collective, each message is a call of its own.
             others = bucket.cp_size - 1
             host_s += self.layers * 3 * others * hardware.host_message_s_per_layer
-        per_token_s = times * core + np.array(self._conv_s(1))
+        per_token_s = times * core + np.array(self._memory_s("states" if linked.any() else "alone"))
         return LaneLinear(constant_s, per_token_s, host_s)
 
     @property
@@ -206,13 +220,26 @@ class StageLinearAttention:
     def _seconds(self, flops: float) -> float:
         return self.layers * flops / self._rate
 
-    def _conv_s(self, num_lanes: int) -> tuple[float, float]:
-        """Return what the convolution of a token takes; lanes that exchange heads convolve copies of groups, too."""
-        channels = 2 * self.sizes.copied_groups(num_lanes) * self.sizes.key_size + self.sizes.value_channels
-        bandwidth = self._hardware.memory_bandwidth_bytes_per_s
-        once = self.layers * channels * self._element_bytes.activation / bandwidth if bandwidth else 0.0
-        forward, backward = _CONVOLUTION_PASSES
-        return forward * once, backward * once
+    def _memory_s(self, way: str, num_lanes: int = 1) -> list[float]:
+        """Return what bytes through memory take for a token, (forward, backward); lanes that exchange heads have copies
+        of groups, too.
+        """
+        sizes = self.sizes
+        keys, values = 2 * sizes.copied_groups(num_lanes) * sizes.key_size, sizes.value_channels
+        channels = keys + values, keys, values, 2 * sizes.num_heads * sizes.key_size
+        once = self._element_bytes.activation * self._s_per_memory_byte
+        return [once * sum(map(mul, passes, channels)) for passes in _PASSES[sizes.kind, way]]
+
+    def _carried_s(self, chain: int) -> Floats:
+        """Return what carrying states takes for a run in a chain of so many, (forward, backward): products of states,
+        and passes of b, of A and of both through memory, counted as _PASSES are.
+        """
+        sizes, doublings = self.sizes, max((chain - 1).bit_length() - 1, 0)  # besides the first
+        own, both = sizes.state_bytes, sizes.summary_bytes
+        transition = both - own
+        forward = 9 * both + 2 * transition + 11 * own + doublings * (8 * both + transition + 3 * own)
+        backward = 20 * own + doublings * (7 * own + 13 * transition) - 5 * transition
+        return self._seconds(sizes.carrying_flops(chain)) + np.array([forward, backward]) * self._s_per_memory_byte
 
     def _s_per_byte(self, cp_size: int, link: int) -> float:
         """Return the seconds per byte that a lane sends to all others alike: some of them may be in its node."""

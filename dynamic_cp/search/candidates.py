@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import NamedTuple
@@ -201,7 +202,8 @@ class Search:
             from dynamic_cp.packing.polish import polish
 
             found_ns, packing = polish(self.lengths, start.packing, self.cost_model, _POLISH_STEPS, walk)
-            name = f"{start.name.removesuffix(' polished')} polished"
+            number = f"m={num_microbatches_of(packing, self.cost_model)}"  # of those that are left
+            name = re.sub(r"\bm=\d+", number, f"{start.name.removesuffix(' polished')} polished")
             found = Candidate(found_ns, name, packing, self.cost_model)
             if found.makespan_ns < start.makespan_ns:
                 yield found

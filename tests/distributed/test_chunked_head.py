@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,14 +138,16 @@ def test_in_bf16_only_sums_of_weight_gradients_are_rounded() -> None:
     assert losses[2] < 5e-3
 
 
-def run_in_buffer() -> tuple[bool, float, float]:
-    """Return whether the weight itself got only zeros, and the errors in bf16 of the buffer and of all at once."""
+def run_in_buffer(*, takes_flags: bool) -> tuple[bool, float, float]:
+    """Return whether nothing is left to add to the buffer, and the errors in bf16 of the buffer and of all at once."""
     initialize_model_parallel()
     exact, plain, head = (
         make_head(sequence_parallel=False, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
     )
     exact.weight.data.copy_(head.weight.data)
     head.weight.main_grad = torch.zeros(WORDS, HIDDEN)
+    if takes_flags:
+        head.weight.grad_added_to_main_grad = False  # as megatron-core's DDP does before each step
     hidden, labels = inputs(head, torch.bfloat16)
     ChunkedHead(head, losses_of, 16)(hidden, labels)[0].sum().backward()
     for layer in (exact, plain):
@@ -153,12 +156,16 @@ def run_in_buffer() -> tuple[bool, float, float]:
     errors = [
         ((found - expected).norm() / expected.norm()).item() for found in (head.weight.main_grad, plain.weight.grad)
     ]
-    return not head.weight.grad.any(), errors[0], errors[1]
+    assert head.weight.grad is not None, "hooks wait for one"
+    is_done = head.weight.grad_added_to_main_grad if takes_flags else not head.weight.grad.any()
+    return is_done, errors[0], errors[1]
 
 
-def test_chunks_add_up_in_the_precision_of_the_gradient_buffer() -> None:
-    ((is_zero, error, error_at_once),) = run_ranks(1, run_in_buffer)
-    assert is_zero
+@pytest.mark.parametrize("takes_flags", [False, True])
+def test_chunks_add_up_in_the_precision_of_the_gradient_buffer(takes_flags: bool) -> None:
+    """And a DDP that takes flags is not handed zeros of the weight's shape to add."""
+    ((is_done, error, error_at_once),) = run_ranks(1, partial(run_in_buffer, takes_flags=takes_flags))
+    assert is_done
     assert 0 < error < 1.05 * error_at_once
 
 

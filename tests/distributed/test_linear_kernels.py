@@ -28,7 +28,7 @@ from megatron.dynamic_cp.attention.linear import kernels, states, thd
 from megatron.dynamic_cp.attention.linear.kernels import check_linear_kernel
 from megatron.dynamic_cp.attention.linear.layer import keeps_by_hooks
 from megatron.dynamic_cp.attention.linear.portable import PORTABLE
-from megatron.dynamic_cp.attention.linear.recurrence import Runs, Steps
+from megatron.dynamic_cp.attention.linear.recurrence import NORM_EPSILON, Runs, Steps
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.linear_layers import DynamicCPGatedDelta, DynamicCPMamba
@@ -66,7 +66,13 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any
     return PORTABLE.convolve(x[0], weight, bias, runs)[None], None
 
 
+def l2norm(x: Tensor, eps: float) -> Tensor:
+    assert eps == NORM_EPSILON
+    return PORTABLE.normalize(x)
+
+
 DOCUMENTED: dict[str, Callable[..., Any]] = {
+    "l2norm": l2norm,
     "chunk_gated_delta_rule": scan,
     "chunk_simple_gla": lambda q, k, v, g, **options: scan(q, k, v, g, None, **options),
     "causal_conv1d": causal_conv1d,
@@ -79,12 +85,14 @@ def signatures_of_the_wheel() -> dict[str, inspect.Signature]:
         found = {}
         for name, module in kernels.FUNCTIONS.items():
             folder = module.replace(".", "/")
-            exported = ast.parse(wheel.read(f"{folder}/__init__.py"))
-            (source,) = {
-                f"{node.module.replace('.', '/')}.py" if not node.level else f"{folder}/{node.module}.py"
-                for node in ast.walk(exported)
-                if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}
-            }
+            source = f"{folder}.py"
+            if source not in wheel.namelist():
+                exported = ast.parse(wheel.read(f"{folder}/__init__.py"))
+                (source,) = {
+                    f"{node.module.replace('.', '/')}.py" if not node.level else f"{folder}/{node.module}.py"
+                    for node in ast.walk(exported)
+                    if isinstance(node, ast.ImportFrom) and node.module and name in {one.name for one in node.names}
+                }
             (function,) = (
                 node
                 for node in ast.parse(wheel.read(source)).body
@@ -129,7 +137,8 @@ def test_flash_linear_attention_is_called_as_its_release_wants(kind: str, docume
             found, _ = whole.on_lanes(2, way)
             assert error(found, whole.expected) < 1e-10
     scans = {"gated_delta_net": "chunk_gated_delta_rule", "mamba2": "chunk_simple_gla"}
-    assert {name for name, calls in documented.items() if calls} == {scans[kind], "causal_conv1d"}
+    normalizes = {"l2norm"} if kind == "gated_delta_net" else set()
+    assert {name for name, calls in documented.items() if calls} == {scans[kind], "causal_conv1d"} | normalizes
     # By heads each lane scans once, by states once more for summaries.
     assert (documented[scans[kind]], documented["causal_conv1d"]) == (2 + 4, 4)
 

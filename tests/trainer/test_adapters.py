@@ -17,7 +17,11 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.edges import Reduction
 from dynamic_cp.types import Adapters, DataParallel, PlanOptions, Problem, Topology
 from dynamic_cp.types.data_parallel import ADAPTED
+from megatron.dynamic_cp.model.adapters import Adapter
 from megatron.integrations.weights.exporting import export_adapters, export_weights
+from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.test_chunked_head import HIDDEN, WORDS, make_head
+from tests.launches import Launches
 from tests.trainer.test_weights import (
     DATA,
     TOLERANCE,
@@ -256,3 +260,19 @@ def test_adapters_of_nothing_are_refused() -> None:
     for modules in ((), ("linear_q",)):
         with pytest.raises(DynamicCPError, match="are not possible: give some of linear_qkv"):
             replace(Adapters(rank=1, alpha=1.0), modules=modules)
+
+
+def moved_by_an_adapter() -> float:
+    """Return the bytes that an adapter moves beside its layer, in tensors of the size of the layer's output."""
+    initialize_model_parallel()
+    head = make_head(sequence_parallel=False, dtype=torch.bfloat16)
+    adapter = Adapter(head, Adapters(rank=1, alpha=2.0, modules=("linear_fc1",)))
+    x, output = (torch.ones(512, 1, width, dtype=torch.bfloat16) for width in (HIDDEN, WORDS))
+    with torch.no_grad(), Launches() as launches:
+        adapter(x, output)
+    return sum(launches.bytes_moved.values()) / output.nbytes
+
+
+def test_an_adapter_reads_and_writes_the_output_once() -> None:
+    (passes,) = run_ranks(1, moved_by_an_adapter)
+    assert 2 < passes < 2.2

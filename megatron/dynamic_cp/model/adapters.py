@@ -63,8 +63,8 @@ class Adapter(nn.Module):
         first = 0 if self._splits_outputs else self._group.rank() * share
         weight.copy_(whole[:, first : first + share])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the adapter's part of the layer's output; x is the layer's input."""
+    def forward(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return the layer's output with the adapter's part, added by the product itself; x is the layer's input."""
         inner = self.linear_in(x)
         if self._splits_outputs and self._sequence_parallel:
             inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=self._group)
@@ -74,8 +74,8 @@ class Adapter(nn.Module):
             inner = reduce_scatter_to_sequence_parallel_region(inner, group=self._group)
         else:
             inner = reduce_from_tensor_model_parallel_region(inner, group=self._group)
-        output: Tensor = self.linear_out(inner)
-        return output * self._scale
+        inner = (inner * self._scale).flatten(0, -2)  # narrower than the output
+        return torch.addmm(output.flatten(0, -2), inner, self.linear_out.weight.t()).view_as(output)
 
     def sharded(self, layer: Any, prefix: str, offsets: Any, metadata: dict[str, Any], *, in_halves: bool) -> Any:
         """Return A and B as megatron-core saves them; `in_halves`: the layer's outputs are gates and values."""
@@ -98,7 +98,7 @@ class _Adapted:
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
-        return output + self.adapter(input_), bias
+        return self.adapter(input_, output), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]

@@ -124,15 +124,15 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: ChunkedHead) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.head, ctx.main_grad = head, getattr(weight, "main_grad", None)
+        ctx.head, ctx.weight = head, weight  # the parameter itself: what is saved may come back as another tensor
         chunks = [head.outputs(hidden[rows], head.of_chunk(labels, rows), weight) for rows in head.rows(hidden)]
         return tuple(head.joined(output) for output in zip(*chunks, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels = ctx.saved_tensors
+        hidden, _, labels = ctx.saved_tensors
         head: ChunkedHead = ctx.head
-        of_weight = _WeightGradient(weight, ctx.main_grad, is_needed=ctx.needs_input_grad[1])
+        of_weight = _WeightGradient(ctx.weight, is_needed=ctx.needs_input_grad[1])
         of_hidden = torch.empty_like(hidden)
         for rows in head.rows(hidden):
             part = hidden[rows].detach().requires_grad_()
@@ -150,11 +150,11 @@ class _WeightGradient:
     as a leaf of its own, so that hooks on the weight see the sum alone.
     """
 
-    def __init__(self, weight: Tensor, main_grad: Tensor | None, *, is_needed: bool) -> None:
-        self.alias = weight.detach().requires_grad_(is_needed)
-        self._main_grad, self._sum = main_grad, None
-        if main_grad is not None:
-            self.alias.main_grad = main_grad  # type: ignore[attr-defined]  # where fused kernels add themselves
+    def __init__(self, weight: Tensor, *, is_needed: bool) -> None:
+        self.alias, self._weight = weight.detach().requires_grad_(is_needed), weight
+        self._main_grad, self._sum = getattr(weight, "main_grad", None), None
+        if self._main_grad is not None:
+            self.alias.main_grad = self._main_grad  # type: ignore[attr-defined]  # where fused kernels add themselves
 
     def add(self, gradient: Tensor | None = None) -> None:
         """Add the gradient of a chunk; None: a fused kernel has done so."""
@@ -168,10 +168,15 @@ class _WeightGradient:
             self._sum += gradient
 
     def total(self) -> Tensor | None:
-        """Return the part of the weight's gradient that autograd still has to add."""
-        if self._main_grad is not None and self.alias.requires_grad:
-            return self.alias.new_zeros(()).expand_as(self.alias)  # hooks that wait for a gradient have to see one
-        return self._sum
+        """Return the part of the weight's gradient that autograd still has to add. Hooks that wait for one have to see
+        a tensor: zeros, or memory as it is where DDP is told not to add it.
+        """
+        if self._main_grad is None or not self.alias.requires_grad:
+            return self._sum
+        if getattr(self._weight, "zero_out_wgrad", False) or not hasattr(self._weight, "grad_added_to_main_grad"):
+            return self.alias.new_zeros(()).expand_as(self.alias)  # the embedding's gradient is added to it
+        self._weight.grad_added_to_main_grad = True
+        return torch.empty_like(self.alias)
 
 
 def token_log_probs(

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dynamic_cp
+from dynamic_cp.decide.distribution import describe
 from dynamic_cp.decide.workloads import (
     OVERLONG_POLICIES,
     draw_lengths,
@@ -21,7 +22,6 @@ from dynamic_cp.decide.workloads import (
     workload_source,
 )
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
-from dynamic_cp.lengths.distribution import describe
 from tests.unit.support import CASES
 
 DATA = Path(dynamic_cp.__file__).parent / "data" / "lengths"

@@ -5,6 +5,9 @@ All that two parts need of each other is the log-sum-exp; that of no key is -inf
 
 from __future__ import annotations
 
+import logging
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -13,8 +16,7 @@ from megatron.dynamic_cp.attention.packs import dense_heads
 
 SUM_DTYPE = torch.float32
 """Dtype of sums over parts."""
-
-
+logger = logging.getLogger(__name__)
 _PROGRAM_ELEMENTS = 4096
 """Output elements that one program merges."""
 
@@ -38,7 +40,7 @@ def for_weights(lse_HT: Tensor) -> Tensor:
 
 def merge_into(out_THD: Tensor, lse_HT: Tensor, rows: Tensor | None, other_THD: Tensor, other_HT: Tensor) -> None:
     """Add another part's result for `rows` (None: all) to sums in SUM_DTYPE, in place; by Triton if it is there."""
-    if _has_program(out_THD):
+    if _has_program(out_THD.device):
         _merge_by_program(out_THD, lse_HT, rows, other_THD, other_HT)
         return
     if rows is None:
@@ -51,10 +53,14 @@ def merge_into(out_THD: Tensor, lse_HT: Tensor, rows: Tensor | None, other_THD: 
     lse_HT.index_copy_(1, rows, new_HT)
 
 
-def _has_program(out_THD: Tensor) -> bool:
-    if not has_triton():
-        return False
-    return is_interpreted() or (out_THD.is_cuda and torch.cuda.get_device_capability(out_THD.device) >= MIN_CAPABILITY)
+@lru_cache
+def _has_program(device: torch.device) -> bool:
+    if has_triton() and is_interpreted():
+        return True
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    if able and not has_triton():
+        logger.warning("Triton is not installed: steps of a ring are merged in several passes; pip install triton")
+    return able and has_triton()
 
 
 def _merge_by_program(

@@ -27,7 +27,7 @@ from torch import Tensor
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.portable import PORTABLE
-from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps, state_dtype
+from megatron.dynamic_cp.attention.linear.recurrence import NORM_EPSILON, LinearKernel, Runs, Steps, state_dtype
 from megatron.dynamic_cp.attention.linear.states import summaries
 
 RELEASE = "0.6.0"  # of fla-core, with which this was tried
@@ -35,6 +35,7 @@ FUNCTIONS = {
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
     "chunk_simple_gla": "fla.ops.simple_gla",
     "causal_conv1d": "fla.modules.causal_conv1d",
+    "l2norm": "fla.modules.norm.l2norm",
 }
 """What is called, and where it is."""
 MOST_KEY_SIZE = 256
@@ -109,7 +110,12 @@ def convolve(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, runs: Runs)
     return convolved[0]  # type: ignore[no-any-return]
 
 
-FLA = LinearKernel(name="fla", convolve=convolve, scan=scan)
+def normalize(x: Tensor) -> Tensor:
+    """See `recurrence.LinearKernel`."""
+    return _function("l2norm")(x, eps=NORM_EPSILON)  # type: ignore[no-any-return]
+
+
+FLA = LinearKernel(name="fla", convolve=convolve, normalize=normalize, scan=scan)
 
 
 @lru_cache
@@ -180,10 +186,9 @@ def _inputs(sizes: LinearAttention, dtype: torch.dtype, device: torch.device) ->
         return torch.randn(*shape, generator=generator).to(device, of)
 
     wide = state_dtype(dtype)
-    q, k = (torch.nn.functional.normalize(random(num_rows, 1, sizes.key_size), dim=-1) for _ in range(2))
     steps = Steps(
-        q_THK=q,
-        k_THK=k,
+        q_THK=random(num_rows, 1, sizes.key_size),
+        k_THK=random(num_rows, 1, sizes.key_size),
         v_THV=random(num_rows, heads, sizes.value_size),
         decay_TH=-random(num_rows, heads, of=wide).sigmoid() / 4,
         beta_TH=random(num_rows, heads, of=wide).sigmoid() if sizes.has_delta_rule else None,
@@ -200,7 +205,9 @@ def _results(
     convolution, steps, state = inputs
     tensors = [tensor.clone().requires_grad_() for tensor in (*convolution, *steps.tensors, state)]
     convolved = kernel.convolve(tensors[0], tensors[1], tensors[2], runs)
-    scanned, last = kernel.scan(steps.with_tensors(tensors[3:-1]), runs, tensors[-1])
+    q, k = kernel.normalize(torch.stack(tensors[3:5]))
+    steps = steps.with_tensors([q, k, *tensors[5:-1]])
+    scanned, last = kernel.scan(steps, runs, tensors[-1])
     assert scanned is not None
     outputs = (convolved, scanned, last)
     for name, output in zip(("the convolution", "the output", "the state behind runs"), outputs, strict=True):
@@ -209,5 +216,5 @@ def _results(
     for name, grad in zip(_INPUTS[steps.beta_TH is None], torch.autograd.grad(outputs, tensors, weights), strict=True):
         yield f"the gradient of {name}", grad
     with torch.no_grad():  # of a gated delta net these scan wider values, from a state that is not 0
-        transitions, own = summaries(kernel, steps, runs)
-    yield from (("the transition of runs", transitions), ("what runs add to states", own))
+        summary = summaries(kernel, steps, runs)
+    yield from (("the transition of runs", summary.transitions), ("what runs add to states", summary.own))

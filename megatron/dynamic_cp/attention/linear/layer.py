@@ -8,8 +8,9 @@ Shapes: T tokens, H heads, G groups of heads, K channels of a key (weight: taps)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps, state_dtype
-
-NORM_EPSILON = 1e-6
 
 
 def computed_again(compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
@@ -87,8 +86,8 @@ class LinearLayer:
         return replace(
             self,
             share=share,
-            weight_CK=channels_of(self.weight_CK, self.sizes, share, dim=0),
-            bias_C=None if self.bias_C is None else channels_of(self.bias_C, self.sizes, share),
+            weight_CK=channels_of(self.weight_CK, self.sizes, [share], dim=0)[0],
+            bias_C=None if self.bias_C is None else channels_of(self.bias_C, self.sizes, [share])[0],
             decay_rate_H=None if self.decay_rate_H is None else self.decay_rate_H[heads],
             skip_H=None if self.skip_H is None else self.skip_H[heads],
         )
@@ -97,77 +96,107 @@ class LinearLayer:
         """Return the share's channels behind the convolution of runs."""
         return self.kernel.convolve(x_TC, self.weight_CK, self.bias_C, runs)
 
-    def steps(self, x_TC: Tensor, gates: list[Tensor]) -> Steps:
-        """Return what tokens do to states, from convolved channels and [T, heads] gates: beta and decay, or dt."""
-        sections = _sections(self.sizes)
-        widths = [width * len(self.share.groups if of_groups else self.share.heads) for of_groups, width in sections]
-        split = zip(x_TC.split(widths, dim=1), sections, strict=True)
-        parts = [part.unflatten(1, (-1, width)) for part, (_, width) in split]
+    def steps(self, x_TC: Tensor, rows: Tensor | None, gates: list[Tensor]) -> tuple[Steps, Tensor]:
+        """Return what tokens do to states, and their values before that, [T, heads, value size].
+
+        Args:
+            x_TC: convolved channels; rows: which of them are the tokens', None: all.
+            gates: [T, heads]: beta and decay, or dt.
+        """
+        num_keys = 2 * len(self.share.groups) * self.sizes.key_size
+        keys, values = _Parted.apply(x_TC, rows, num_keys, self.decay_rate_H is None)
+        keys, values = keys.unflatten(2, (-1, self.sizes.key_size)), values.unflatten(1, (-1, self.sizes.value_size))
         if self.decay_rate_H is None:
-            q, k, v = parts
             beta, decay = gates
-            q, k = (self._grouped(_Normalized.apply(x)) for x in (q, k))
-            return Steps(q, k, v.contiguous(), decay, beta, scale=self.sizes.key_size**-0.5)
-        x, key, query = parts
+            q, k = (self._served(x) for x in self.kernel.normalize(keys).unbind())
+            return Steps(q, k, values, decay, beta, scale=self.sizes.key_size**-0.5), values
         (step,) = gates
         decay = -self.decay_rate_H.to(step.dtype).exp() * step
-        value = computed_again(lambda x, step: (x.to(step.dtype) * step[..., None]).to(x.dtype), x, step)
-        return Steps(self._grouped(query), self._grouped(key), value, decay, None, scale=1.0)
+        key, query = (self._served(x) for x in keys.unbind())
+        return Steps(query, key, _Weighted.apply(values, step, None), decay, None, scale=1.0), values
 
-    def with_skip(self, output_THV: Tensor, x_TC: Tensor) -> Tensor:
-        """Return the output with each token's own weighted value; `x_TC`: the convolved channels."""
+    def with_skip(self, output_THV: Tensor, values_THV: Tensor) -> Tensor:
+        """Return the output with each token's own weighted value."""
         if self.skip_H is None:
             return output_THV
-        dtype = state_dtype(output_THV.dtype)
-        own_THV = x_TC[:, : output_THV[0].numel()].view_as(output_THV)
+        # Its gradient is summed over channels, then over tokens: one sum of all rounds six times as much.
+        skip_TH = self.skip_H.to(state_dtype(output_THV.dtype)).expand(output_THV.shape[:2])
+        weighted: Tensor = _Weighted.apply(values_THV, skip_TH, output_THV)
+        return weighted
 
-        def skipped(skip_H: Tensor, own: Tensor) -> Tensor:
-            # Its gradient is summed over channels, then over tokens: one sum of all rounds six times as much.
-            return skip_H.to(dtype).expand(own.shape[:2])[..., None] * own.to(dtype)
-
-        return (output_THV.to(dtype) + computed_again(skipped, self.skip_H, own_THV)).to(output_THV.dtype)
-
-    def _grouped(self, x_TGK: Tensor) -> Tensor:
-        """Return groups that serve equally many heads each; where a share cuts a group, a copy for each head."""
+    def _served(self, x_TGK: Tensor) -> Tensor:
+        """Return groups for the share's heads: a delta rule takes those that serve equally many, others one each."""
         per_group = self.sizes.num_heads // self.sizes.num_groups
         heads, groups = self.share
-        first = heads.start - groups.start * per_group
-        if len(groups) == 1 or (first == 0 and len(heads) == len(groups) * per_group):
-            return x_TGK
-        return x_TGK.repeat_interleave(per_group, dim=1).narrow(1, first, len(heads))
+        each = len(heads) if len(groups) == 1 else per_group
+        if len(heads) != each * len(groups):  # the share cuts a group
+            return x_TGK.repeat_interleave(per_group, dim=1).narrow(
+                1, heads.start - groups.start * per_group, len(heads)
+            )
+        return x_TGK if self.sizes.has_delta_rule or each == 1 else x_TGK.repeat_interleave(each, dim=1)
 
 
-def channels_of(x: Tensor, sizes: LinearAttention, share: Share, dim: int = -1) -> Tensor:
-    """Return a share's channels of a tensor whose `dim` has all convolved channels."""
-    parts = []
-    first = 0
-    for of_groups, width in _sections(sizes):
-        wanted = share.groups if of_groups else share.heads
-        parts.append(x.narrow(dim, first + wanted.start * width, len(wanted) * width))
-        first += (sizes.num_groups if of_groups else sizes.num_heads) * width
-    return torch.cat(parts, dim=dim)
+def channels_of(x: Tensor, sizes: LinearAttention, shares: Sequence[Share], dim: int = -1) -> list[Tensor]:
+    """Return the channels of each share of a tensor whose `dim` has all convolved channels.
+
+    The tensor is cut once, so that backward joins it once: of a slice each, it would add up tensors full of zeros.
+    """
+    keys, values = ("groups", sizes.num_groups, sizes.key_size), ("heads", sizes.num_heads, sizes.value_size)
+    pieces: list[tuple[int, list[bool]]] = []  # (channels, which shares have them)
+    for name, number, width in (keys, keys, values) if sizes.has_delta_rule else (values, keys, keys):
+        wanted = [getattr(share, name) for share in shares]
+        cuts = sorted({0, number, *(end for one in wanted for end in (one.start, one.stop))})
+        pieces += [(width * (stop - start), [start in one for one in wanted]) for start, stop in pairwise(cuts)]
+    parts = [*zip(x.split([width for width, _ in pieces], dim), (of for _, of in pieces), strict=True)]
+    of_shares = ([part for part, of in parts if of[index]] for index in range(len(shares)))
+    return [torch.cat(own or [x.narrow(dim, 0, 0)], dim) for own in of_shares]
 
 
-def _sections(sizes: LinearAttention) -> tuple[tuple[bool, int], ...]:
-    """Return (whether it is of groups, width of one) of each section."""
-    keys, values = (True, sizes.key_size), (False, sizes.value_size)
-    return (keys, keys, values) if sizes.has_delta_rule else (values, keys, keys)
+class _Parted(torch.autograd.Function):
+    """(x_TC, rows, key channels, whether these come first) -> keys [2, T, channels of each section], values [T, ...].
 
-
-class _Normalized(torch.autograd.Function):
-    """Vectors of length 1. Backward needs the output, which the kernel saves, too, and one number for each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        wide = x.to(state_dtype(x.dtype))
-        scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPSILON)
-        normalized = (wide * scale).to(x.dtype)
-        ctx.save_for_backward(normalized, scale)
-        return normalized
+    One copy each, and one back: kernels want their inputs in one piece.
+    """
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        normalized, scale = ctx.saved_tensors
-        wide, wide_grad = normalized.to(scale.dtype), grad.to(scale.dtype)
-        along = (wide * wide_grad).sum(-1, keepdim=True)
-        return (scale * (wide_grad - wide * along)).to(grad.dtype)
+    def forward(ctx: Any, x_TC: Tensor, rows: Tensor | None, num_keys: int, keys_first: bool) -> tuple[Tensor, Tensor]:
+        ctx.rows, ctx.keys_first, ctx.shape = rows, keys_first, x_TC.shape
+        keys, values = _keys_and_values(x_TC, num_keys, keys_first)
+        if rows is None:
+            return keys.contiguous(), values.contiguous()
+        return keys.index_select(1, rows), values.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, of_keys: Tensor, of_values: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.rows is None:
+            sections = [*of_keys, of_values] if ctx.keys_first else [of_values, *of_keys]
+            return torch.cat(sections, dim=1), None, None, None
+        grad = of_values.new_zeros(ctx.shape)
+        keys, values = _keys_and_values(grad, 2 * of_keys.shape[2], ctx.keys_first)
+        keys.index_copy_(1, ctx.rows, of_keys)
+        values.index_copy_(0, ctx.rows, of_values)
+        return grad, None, None, None
+
+
+def _keys_and_values(x_TC: Tensor, num_keys: int, keys_first: bool) -> tuple[Tensor, Tensor]:
+    """Return views of both sections of keys, [2, T, channels], and of the values."""
+    first = 0 if keys_first else x_TC.shape[1] - num_keys
+    keys = x_TC[:, first : first + num_keys].unflatten(1, (2, -1)).transpose(0, 1)
+    return keys, x_TC[:, num_keys:] if keys_first else x_TC[:, :first]
+
+
+class _Weighted(torch.autograd.Function):
+    """(x [T, H, V], weights [T, H] at least in float32, addend or None) -> x * weights + addend, rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, addend: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        if addend is None:
+            return torch.mul(x, weights[..., None], out=torch.empty_like(x))
+        return torch.addcmul(addend, x, weights[..., None], out=torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights = ctx.saved_tensors
+        of_x = torch.mul(grad, weights[..., None], out=torch.empty_like(x))
+        return of_x, (grad * x.to(weights.dtype)).sum(-1), grad if ctx.needs_input_grad[2] else None

@@ -6,7 +6,7 @@ is computed like them. Everything is made on the host, once for each micro-batch
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -43,18 +43,24 @@ class Halo(NamedTuple):
     """The last tokens before each run of this lane, which its convolution sees, and which lanes hold them.
 
     Attributes:
-        sent: [lane] which of this lane's rows it needs, int64; its own needs none.
+        sent: this lane's rows that others need, lane after lane, int64; num_sent: [lane] how many, its own none.
         num_received: [lane] rows that come from it.
-        extended: of this lane's rows and those received behind them: each run behind what comes before it, int64.
+        extended: of this lane's rows, each run behind what comes before it, int64; any row where one is received.
+        arrived: which of the extended rows are received, as they come, int64.
         runs: the runs so extended.
         own: which of the extended rows are this lane's, in order, int64 [T].
+        copied: which of the extended rows are another time rows of this lane; copied_rows: which rows, int64.
     """
 
-    sent: tuple[Tensor, ...]
+    sent: Tensor
+    num_sent: tuple[int, ...]
     num_received: tuple[int, ...]
     extended: Tensor
+    arrived: Tensor
     runs: Runs
     own: Tensor
+    copied: Tensor
+    copied_rows: Tensor
 
 
 class Alone(NamedTuple):
@@ -94,7 +100,7 @@ class LinkedRuns(NamedTuple):
         in_order: for each run in order, its number where they are sorted by lane, int64.
         by_lane: for each run sorted by lane, its number in order.
         following, previous: runs that go on from another one, and that one, int64.
-        jumps: (runs that have so many before them, the first of these), for 1, 2, 4, ... runs, int64.
+        jumps: (runs that have so many before them, the first and the last of these), for 1, 2, 4, ... runs, int64.
     """
 
     counts: tuple[int, ...]
@@ -102,7 +108,7 @@ class LinkedRuns(NamedTuple):
     by_lane: Tensor
     following: Tensor
     previous: Tensor
-    jumps: tuple[tuple[Tensor, Tensor], ...]
+    jumps: tuple[tuple[Tensor, Tensor, Tensor], ...]
 
 
 class LaneRows:
@@ -172,9 +178,6 @@ class LaneRows:
     @cached_property
     def links(self) -> LinkedRuns:
         """The runs that states pass through."""
-        return self._links()
-
-    def _links(self) -> LinkedRuns:
         table = self.table
         linked = np.flatnonzero(table.is_linked)
         number = np.full(len(table.lane), -1)
@@ -184,7 +187,7 @@ class LaneRows:
         following = np.flatnonzero(previous >= 0)
         jumps, first = [], previous
         while (later := np.flatnonzero(first >= 0)).size:
-            jumps.append((self._on_device(later), self._on_device(first[later])))
+            jumps.append(tuple(map(self._on_device, (later, first[later], previous[later]))))
             first = np.where(first >= 0, first[first], -1)
         return LinkedRuns(
             counts=tuple(np.bincount(table.lane[linked], minlength=table.num_lanes).tolist()),
@@ -211,31 +214,34 @@ class LaneRows:
         owner, user = table.lane[before.source], table.lane[before.stretch]
         lengths = table.length[self._own]
         num_rows = int(lengths.sum())
-        # Of this lane's runs, in the order of its rows: where what comes before them is once it has come.
         mine = np.flatnonzero(user == lane)
-        far = mine[owner[mine] != lane]
-        at = before.row[mine].copy()
-        by_owner = np.argsort(owner[far], kind="stable")  # as they come: lane after lane
-        arrived = np.empty_like(by_owner)
-        arrived[by_owner] = num_rows + np.arange(len(far))
-        at[owner[mine] != lane] = arrived
         slot_of = np.full(len(table.lane), -1)
         slot_of[self._own] = np.arange(len(self._own))
         slot = slot_of[before.stretch[mine]]
+        mine, slot = (part[np.argsort(slot, kind="stable")] for part in (mine, slot))
         num_of_run = np.bincount(slot, minlength=len(lengths))
-        # Rows and those before them, sorted by run: those before it first.
-        rows = np.concatenate([at[np.argsort(slot, kind="stable")], np.arange(num_rows)])
-        run_of = np.concatenate([np.sort(slot), np.repeat(np.arange(len(lengths)), lengths)])
-        order = np.argsort(run_of, kind="stable")
+        own = np.arange(num_rows) + np.repeat(np.cumsum(num_of_run), lengths)
+        others = np.ones(num_rows + len(mine), np.bool_)
+        others[own] = False
+        place = np.flatnonzero(others)  # of each of `mine` among the extended rows
+        is_far = owner[mine] != lane
+        extended = np.zeros(len(others), np.int64)
+        extended[own] = np.arange(num_rows)
+        extended[place[~is_far]] = before.row[mine[~is_far]]
+        by_owner = np.lexsort((mine[is_far], owner[mine[is_far]]))  # as they come: lane after lane
+        sent = np.flatnonzero((owner == lane) & (user != lane))
+        sent = sent[np.argsort(user[sent], kind="stable")]
+        num_of_lane = partial(np.bincount, minlength=table.num_lanes)
         return Halo(
-            sent=tuple(
-                self._on_device(before.row[(owner == lane) & (user == other) & (other != lane)])
-                for other in range(table.num_lanes)
-            ),
-            num_received=tuple(np.bincount(owner[far], minlength=table.num_lanes).tolist()),
-            extended=self._on_device(rows[order]),
+            sent=self._on_device(before.row[sent]),
+            num_sent=tuple(num_of_lane(user[sent]).tolist()),
+            num_received=tuple(num_of_lane(owner[mine[is_far]]).tolist()),
+            extended=self._on_device(extended),
+            arrived=self._on_device(place[is_far][by_owner]),
             runs=Runs.build((lengths + num_of_run).tolist(), self._device),
-            own=self._on_device(np.arange(num_rows) + np.repeat(np.cumsum(num_of_run), lengths)),
+            own=self._on_device(own),
+            copied=self._on_device(place[~is_far]),
+            copied_rows=self._on_device(before.row[mine[~is_far]]),
         )
 
 

@@ -13,14 +13,21 @@ section 6.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps, applied, state_dtype
+from megatron.dynamic_cp.attention.linear.recurrence import (
+    NORM_EPSILON,
+    LinearKernel,
+    Runs,
+    Steps,
+    applied,
+    state_dtype,
+)
 from megatron.dynamic_cp.attention.packs import to_device
 
 BLOCK_TOKENS = 64
@@ -109,7 +116,7 @@ class _Products(NamedTuple):
         between = (total[..., :, None] - total[..., None, :]).masked_fill(unseen, -torch.inf).exp().to(dtype)
         since_start = total.exp()[..., None].to(dtype)
         kept = (k * between[..., -1, :, None]).transpose(-1, -2)
-        transitions, recalled = since_start[..., -1, 0], None
+        transitions, recalled = since_start[..., -1:, :], None
         if steps.beta_TH is not None:
             beta = blocks.cut(steps.beta_TH, dtype)[..., None]
             beta_k = beta * k
@@ -118,7 +125,7 @@ class _Products(NamedTuple):
             solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
             values, recalled = solved.split((values.shape[-1], k.shape[-1]), dim=-1)
             same = torch.eye(k.shape[-1], dtype=dtype, device=k.device)
-            transitions = transitions[..., None, None] * same - kept @ recalled
+            transitions = transitions * same - kept @ recalled
         q = None if only_state else blocks.cut(steps.q_THK, dtype) * steps.scale
         return cls(values, recalled, transitions, kept @ values, q, k, between, since_start)
 
@@ -170,4 +177,23 @@ def _positions(runs: Runs) -> Tensor:
     return to_device(positions, runs.cu_seqlens.device)
 
 
-PORTABLE = LinearKernel(name="portable", convolve=convolve, scan=scan)
+class _Normalized(torch.autograd.Function):
+    """Vectors of length 1. Backward needs the output, which the kernel saves, too, and one number for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        wide = x.to(state_dtype(x.dtype))
+        scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPSILON)
+        normalized = (wide * scale).to(x.dtype)
+        ctx.save_for_backward(normalized, scale)
+        return normalized
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        normalized, scale = ctx.saved_tensors
+        wide, wide_grad = normalized.to(scale.dtype), grad.to(scale.dtype)
+        along = (wide * wide_grad).sum(-1, keepdim=True)
+        return (scale * (wide_grad - wide * along)).to(grad.dtype)
+
+
+PORTABLE = LinearKernel(name="portable", convolve=convolve, normalize=_Normalized.apply, scan=scan)

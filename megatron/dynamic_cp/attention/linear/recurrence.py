@@ -23,6 +23,7 @@ from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.layout.packed_seq_params import boundaries
 
 Kept = TypeVar("Kept")
+NORM_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,20 +110,13 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def applied(transition: Tensor, state: Tensor) -> Tensor:
-    """Return A S, of A [..., heads, key size, key size] or [..., heads]."""
-    if transition.ndim == state.ndim:
-        return transition @ state
-    return transition[..., None, None] * state
-
-
-def followed(later: Tensor, earlier: Tensor) -> Tensor:
-    """Return the transition of two runs, of those of both, [runs, heads, ...]."""
-    return later @ earlier if later.ndim == 4 else later * earlier
+    """Return A S, of A [..., key size, key size], or a number of each head whose last dim is 1."""
+    return transition * state if transition.shape[-1] == 1 else transition @ state
 
 
 def transposed(transition: Tensor) -> Tensor:
-    """Return A', of A [runs, heads, ...]."""
-    return transition.transpose(-1, -2) if transition.ndim == 4 else transition
+    """Return A'."""
+    return transition if transition.shape[-1] == 1 else transition.transpose(-1, -2)
 
 
 Convolve = Callable[[Tensor, Tensor, "Tensor | None", Runs], Tensor]
@@ -149,9 +143,11 @@ class LinearKernel:
     Attributes:
         convolve: (x_TC, weight [C, kernel size], bias [C] or None, runs) -> each channel convolved with the tokens
             before it in its run, and SiLU.
+        normalize: [..., K] -> the same with vectors of length 1, x / sqrt(sum of squares + NORM_EPSILON).
         scan: the recurrence.
     """
 
     name: str
     convolve: Convolve
+    normalize: Callable[[Tensor], Tensor]
     scan: Scan

@@ -26,16 +26,8 @@ from torch import Tensor
 
 from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share, keeps_by_hooks
-from megatron.dynamic_cp.attention.linear.layout import LaneIndex, LaneRows, LinkedRuns, lane_rows
-from megatron.dynamic_cp.attention.linear.recurrence import (
-    LinearKernel,
-    Runs,
-    Steps,
-    applied,
-    followed,
-    state_dtype,
-    transposed,
-)
+from megatron.dynamic_cp.attention.linear.layout import Halo, LaneIndex, LaneRows, LinkedRuns, lane_rows
+from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps, applied, state_dtype, transposed
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected, LaneMessages, all_to_all_messages
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
@@ -95,8 +87,7 @@ def output_of_rows(
     layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], rows: LaneRows, params: DynamicPackedSeqParams
 ) -> Tensor:
     """Return the output of a lane's tokens; states pass from run to run where one goes on from another."""
-    x_TC = _convolved(layer, x_TC, rows, params)
-    steps = layer.steps(x_TC, gates)
+    steps, values = layer.steps(*_convolved(layer, x_TC, rows, params), gates)
     if not rows.has_links:
         output, _ = _scanned(layer.kernel, steps, rows.runs)
     elif rows.index is None:
@@ -107,7 +98,7 @@ def output_of_rows(
         linked, others = (steps.of_rows(part) for part in (rows.alone.linked_rows, rows.alone.rows))
         parts = _scanned_in_chains(layer, linked, rows, params), _scanned(layer.kernel, others, rows.alone.runs)[0]
         output = torch.cat(parts).index_select(0, rows.alone.in_order)
-    return layer.with_skip(output, x_TC)
+    return layer.with_skip(output, values)
 
 
 def _scanned(kernel: LinearKernel, steps: Steps, runs: Runs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -134,19 +125,50 @@ def _scanned_in_chains(layer: LinearLayer, steps: Steps, rows: LaneRows, params:
     return output
 
 
-def _convolved(layer: LinearLayer, x_TC: Tensor, rows: LaneRows, params: DynamicPackedSeqParams) -> Tensor:
-    """Return a lane's rows behind the convolution, which sees those before each run."""
+def _convolved(
+    layer: LinearLayer, x_TC: Tensor, rows: LaneRows, params: DynamicPackedSeqParams
+) -> tuple[Tensor, Tensor | None]:
+    """Return rows behind the convolution, which sees those before each run, and which of them the lane's are."""
     num_before = layer.sizes.kernel_size - 1
     if not (num_before and rows.has_links):
-        return layer.convolved(x_TC, rows.runs)
+        return layer.convolved(x_TC, rows.runs), None
     halo = rows.halo(num_before)
-    parts = [x_TC]
-    if rows.index is not None:
-        messages = [[x_TC.index_select(0, sent)] for sent in halo.sent]
-        expected = [[Expected((number, x_TC.shape[1]), x_TC.dtype)] for number in halo.num_received]
-        parts += [part for (part,) in exchanged(messages, expected, params)]
-    extended = torch.cat(parts).index_select(0, halo.extended)
-    return layer.convolved(extended, halo.runs).index_select(0, halo.own)
+    extended = _Extended.apply(x_TC, halo, None if rows.index is None else params)
+    return layer.convolved(extended, halo.runs), halo.own
+
+
+class _Extended(torch.autograd.Function):
+    """(x_TC, halo, parameters of the lanes or None) -> each run behind the rows before it, which other lanes send."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, halo: Halo, params: DynamicPackedSeqParams | None) -> Tensor:
+        ctx.halo, ctx.params, ctx.num_rows = halo, params, len(x_TC)
+        extended = x_TC.index_select(0, halo.extended)
+        if params is not None:
+            sent = x_TC.index_select(0, halo.sent)
+            received = _between_lanes_rows(sent, halo.num_sent, halo.num_received, params)
+            extended.index_copy_(0, halo.arrived, received)
+        return extended
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        halo: Halo = ctx.halo
+        of_rows = grad.index_select(0, halo.own)
+        of_rows.index_add_(0, halo.copied_rows, grad.index_select(0, halo.copied))
+        if ctx.params is not None:
+            arrived = grad.index_select(0, halo.arrived)
+            returned = _between_lanes_rows(arrived, halo.num_received, halo.num_sent, ctx.params)
+            of_rows.index_add_(0, halo.sent, returned)
+        return of_rows, None, None
+
+
+def _between_lanes_rows(
+    rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], params: DynamicPackedSeqParams
+) -> Tensor:
+    """Return the rows that lanes send to this one, given its rows for each of them, lane after lane."""
+    messages = [[part] for part in rows.split([*num_sent])]
+    expected = [[Expected((number, *rows.shape[1:]), rows.dtype)] for number in num_received]
+    return torch.cat([part for (part,) in _between_lanes(messages, expected, params)])
 
 
 class StateChain:
@@ -154,101 +176,123 @@ class StateChain:
 
     def __init__(self, sizes: LinearAttention, rows: LaneRows, params: DynamicPackedSeqParams) -> None:
         self._links, self._params, self._num_runs = rows.links, params, len(rows.linked.lengths)
-        num_lanes, self._lane = LaneIndex.of(params)
-        shares = [Share.of_lane(sizes, lane, num_lanes).heads for lane in range(num_lanes)]
-        self._heads = [slice(heads.start, heads.stop) for heads in shares]
+        self._num_lanes, self._lane = LaneIndex.of(params)
+        self._num_heads = [len(Share.of_lane(sizes, lane, self._num_lanes).heads) for lane in range(self._num_lanes)]
 
-    def states(self, transitions: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the state before each of this lane's linked runs, [runs, heads, key, value], and what backward needs.
-
-        Args:
-            transitions, own: A [runs, heads, ...] and b [runs, heads, key, value] of them.
+    def states(self, summary: Summary) -> tuple[Tensor, Tensor]:
+        """Return the state before each of this lane's linked runs, as the summary has b, and what backward needs: the
+        transitions of all runs, of this lane's share of the heads.
         """
-        of_all, added = self._scattered(transitions, own)
-        behind = composed(of_all, added, self._links)
+        of_all = Summary(self._scattered(summary.together), summary.num_own)
+        transitions = of_all.transitions.contiguous()
+        behind = composed(of_all, self._links)
         before = torch.zeros_like(behind)
-        before.index_copy_(0, self._links.following, behind.index_select(0, self._links.previous))
-        return self._gathered(before), of_all
+        before.index_copy_(1, self._links.following, behind.index_select(1, self._links.previous))
+        return self._gathered(before), transitions
 
     def gradients(self, grad: Tensor, of_all: Tensor) -> Tensor:
         """Return the gradient of the state behind each of them.
 
         Args:
             grad: of the state before each of them, from its own tokens alone.
-            of_all: transitions of all runs, of this lane's share of the heads, as `states` returned them.
+            of_all: what `states` returned for backward.
         """
-        (own,) = self._scattered(grad)
+        own = self._scattered(grad.flatten(2) if of_all.ndim == 3 else grad)
         before = composed_back(of_all, own, self._links)
         behind = torch.zeros_like(before)
-        behind.index_add_(0, self._links.previous, before.index_select(0, self._links.following))
-        return self._gathered(behind)
+        behind.index_add_(1, self._links.previous, before.index_select(1, self._links.following))
+        return self._gathered(behind).view_as(grad)
 
-    def _scattered(self, *tensors: Tensor) -> list[Tensor]:
-        """Return [runs of all lanes, share of the heads, ...] of [runs of this lane, heads, ...]."""
-        messages = [[tensor[:, heads] for tensor in tensors] for heads in self._heads]
-        of_own = messages[self._lane]
-        expected = [[Expected((count, *one.shape[1:]), one.dtype) for one in of_own] for count in self._links.counts]
-        received = exchanged(messages, expected, self._params)
-        return [torch.cat(parts).index_select(0, self._links.in_order) for parts in zip(*received, strict=True)]
+    def _scattered(self, x: Tensor) -> Tensor:
+        """Return [share of the heads, runs of all lanes, ...] of [runs of this lane, heads, ...]."""
+        messages = [[part] for part in x.transpose(0, 1).contiguous().split(self._num_heads)]
+        sizes = self._num_heads[self._lane], x.shape[2:]
+        expected = [[Expected((sizes[0], count, *sizes[1]), x.dtype)] for count in self._links.counts]
+        received = _between_lanes(messages, expected, self._params)
+        return torch.cat([part for (part,) in received], dim=1).index_select(1, self._links.in_order)
 
     def _gathered(self, of_links: Tensor) -> Tensor:
-        """Return [runs of this lane, heads, ...] of [runs of all lanes, share of the heads, ...]."""
-        by_lane = of_links.index_select(0, self._links.by_lane)
+        """Return [runs of this lane, heads, ...] of [share of the heads, runs of all lanes, ...]."""
+        by_lane = of_links.transpose(0, 1).index_select(0, self._links.by_lane)
         messages = [[part] for part in by_lane.split(self._links.counts)]
         sizes, dtype = of_links.shape[2:], of_links.dtype
-        expected = [[Expected((self._num_runs, heads.stop - heads.start, *sizes), dtype)] for heads in self._heads]
-        return torch.cat([part for (part,) in exchanged(messages, expected, self._params)], dim=1)
+        expected = [[Expected((self._num_runs, heads, *sizes), dtype)] for heads in self._num_heads]
+        return torch.cat([part for (part,) in _between_lanes(messages, expected, self._params)], dim=1)
 
 
-def composed(transitions: Tensor, own: Tensor, links: LinkedRuns) -> Tensor:
-    """Return the state behind each linked run; those that go on from none begin with zeros.
+class Summary(NamedTuple):
+    """What runs do to states: A and b in one tensor, so that both are sent and composed together.
+
+    Attributes:
+        together: [b | A]: of a delta rule [..., heads, key size, value size + key size], else [..., heads, key size *
+            value size + 1].
+        num_own: of its last dim those of b.
+    """
+
+    together: Tensor
+    num_own: int
+
+    @property
+    def own(self) -> Tensor:
+        """Return b."""
+        return self.together[..., : self.num_own]
+
+    @property
+    def transitions(self) -> Tensor:
+        """Return A."""
+        return self.together[..., self.num_own :]
+
+
+def composed(summary: Summary, links: LinkedRuns) -> Tensor:
+    """Return the state behind each linked run; those that go on from none begin with zeros. Overwrites the summary.
 
     First runs with those right before them, then pairs with the pairs before them, and so on: launches are as many as
     the logarithm of the longest chain.
 
     Args:
-        transitions, own: A and b of each, [linked, heads, ...].
+        summary: of each, [heads, linked, ...].
     """
-    for later, earlier in links.jumps:
-        own = own.index_add(0, later, applied(transitions.index_select(0, later), own.index_select(0, earlier)))
-        transitions = _longer(transitions, later, earlier)
-    return own
+    together = summary.together
+    for later, earlier, _ in links.jumps:
+        last = Summary(together.index_select(1, later), summary.num_own)
+        both = applied(last.transitions, together.index_select(1, earlier))
+        both[..., : summary.num_own].add_(last.own)
+        together.index_copy_(1, later, both)
+    return summary.own
 
 
 def composed_back(transitions: Tensor, grad: Tensor, links: LinkedRuns) -> Tensor:
-    """Return the gradient of the state before each linked run: its own, and those of runs that go on from it."""
-    previous = torch.zeros(len(grad), dtype=torch.int64, device=grad.device)
-    previous.index_copy_(0, links.following, links.previous)
-    for later, earlier in links.jumps:
-        way = transitions.index_select(0, previous.index_select(0, later))
-        grad = grad.index_add(0, earlier, applied(transposed(way), grad.index_select(0, later)))
-        transitions = _longer(transitions, later, earlier)
+    """Return the gradient of the state before each linked run: its own, and those of runs that go on from it.
+
+    Args:
+        transitions, grad: of each, [heads, linked, ...]; the gradient is overwritten.
+    """
+    for number, (later, earlier, before) in enumerate(links.jumps, start=1):
+        way = transposed(transitions.index_select(1, before))
+        grad.index_add_(1, earlier, applied(way, grad.index_select(1, later)))
+        if number < len(links.jumps):  # transitions of chains twice as long
+            both = applied(transitions.index_select(1, later), transitions.index_select(1, earlier))
+            transitions = transitions.index_copy(1, later, both)
     return grad
 
 
-def _longer(transitions: Tensor, later: Tensor, earlier: Tensor) -> Tensor:
-    """Return the transitions of chains twice as long, where enough runs come before."""
-    both = followed(transitions.index_select(0, later), transitions.index_select(0, earlier))
-    return transitions.index_copy(0, later, both)
-
-
-def summaries(kernel: LinearKernel, steps: Steps, runs: Runs) -> tuple[Tensor, Tensor]:
-    """Return (A, b) of each run: [runs, heads, key, key] or [runs, heads], and [runs, heads, key, value]."""
+def summaries(kernel: LinearKernel, steps: Steps, runs: Runs) -> Summary:
+    """Return those of runs, [runs, heads, ...]."""
+    (num_tokens, num_heads, value_size), key_size = steps.v_THV.shape, steps.k_THK.shape[2]
     if steps.beta_TH is None:
         _, own = kernel.scan(steps, runs, None, only_state=True)
-        return _sums(steps.decay_TH, runs).exp(), own
-    num_tokens, num_heads, value_size = steps.v_THV.shape
-    key_size = steps.k_THK.shape[2]
-    nothing = steps.v_THV.new_zeros((num_tokens, num_heads, key_size))
+        transitions = _sums(steps.decay_TH, runs).exp()[..., None]
+        return Summary(torch.cat((own.flatten(2), transitions), dim=-1), key_size * value_size)
+    nothing = steps.v_THV.new_zeros(()).expand(num_tokens, num_heads, key_size)
     start = torch.zeros(
         (len(runs.lengths), num_heads, key_size, value_size + key_size),
         dtype=state_dtype(steps.v_THV.dtype),
         device=nothing.device,
     )
-    start[..., value_size:] = torch.eye(key_size, dtype=start.dtype, device=start.device)
+    start[..., value_size:].diagonal(dim1=-2, dim2=-1).fill_(1.0)
     wide = steps._replace(v_THV=torch.cat((steps.v_THV, nothing), dim=-1))
     _, last = kernel.scan(wide, runs, start, only_state=True)
-    return last[..., value_size:].contiguous(), last[..., :value_size].contiguous()
+    return Summary(last, value_size)
 
 
 def _sums(decay_TH: Tensor, runs: Runs) -> Tensor:
@@ -274,7 +318,8 @@ class _ScanLinkedRuns(torch.autograd.Function):
         is_recorded: bool,
         *tensors: Tensor,
     ) -> Tensor:
-        state, of_all = chain.states(*summaries(kernel, steps, runs))
+        state, of_all = chain.states(summaries(kernel, steps, runs))
+        state = state.reshape(*state.shape[:2], steps.k_THK.shape[2], -1)
         ctx.kernel, ctx.runs, ctx.chain, ctx.scale, ctx.scanned = kernel, runs, chain, steps.scale, None
         if is_recorded and not keeps_by_hooks():
             ctx.scanned = _Scan.of(kernel, runs, steps, state)

@@ -13,6 +13,7 @@ Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509), for attention.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,20 +35,30 @@ def by_heads(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: Dyna
     num_lanes, own = LaneIndex.of(params)
     shares = [Share.of_lane(layer.sizes, lane, num_lanes) for lane in range(num_lanes)]
     gathered = gathered_rows(params, x_TC.device)
-
-    def message(share: Share) -> list[Tensor]:
-        heads = slice(share.heads.start, share.heads.stop)
-        return [channels_of(x_TC, layer.sizes, share), *(gate[:, heads] for gate in gates)]
-
-    messages = [message(share) for share in shares]
+    # Each tensor is cut once, so that backward joins it once.
+    of_gates = [gate.split([len(share.heads) for share in shares], dim=1) for gate in gates]
+    messages = [*zip(channels_of(x_TC, layer.sizes, shares), *of_gates, strict=True)]
     expected = [[Expected(one.shape, one.dtype) for one in messages[own]]] * num_lanes
-    received = exchanged(messages, expected, params)
-    x_RC, *gates_RH = (torch.cat(parts).index_select(0, gathered.in_order) for parts in zip(*received, strict=True))
+    received = [torch.cat(parts) for parts in zip(*exchanged(messages, expected, params), strict=True)]
+    x_RC, *gates_RH = (_Moved.apply(rows, gathered.in_order, gathered.by_lane) for rows in received)
     output_RHV = _output_of_share(layer.of_share(shares[own]), x_RC, gates_RH, gathered.rows, params)
-    by_lane = output_RHV.index_select(0, gathered.by_lane).chunk(num_lanes)
+    by_lane = _Moved.apply(output_RHV, gathered.by_lane, gathered.in_order).chunk(num_lanes)
     expected = [[Expected((len(x_TC), len(share.heads), layer.sizes.value_size), x_TC.dtype)] for share in shares]
     returned = exchanged([[part] for part in by_lane], expected, params)
     return torch.cat([part for (part,) in returned], dim=1)
+
+
+class _Moved(torch.autograd.Function):
+    """(rows, for each of them in another order which it is, the same back) -> those rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.back), None, None
 
 
 def _output_of_share(
