@@ -3,7 +3,14 @@
 `megatron` is a namespace package that the PyPI package megatron-core also lives in, so it has no `__init__.py` here.
 """
 
+import re
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.findall(r'^__version__ = "(.+)"$', (ROOT / "dynamic_cp/__init__.py").read_text(encoding="utf-8"), re.M)
+TYPED = [f"megatron.{name}" for name in ("dynamic_cp", "trainer", "decide", "integrations")]
 
 FAST = ["numba>=0.60"]  # compiles the planner's inner loops; without it they run as Python
 EXACT = ["pulp>=2.8,<4", "highspy>=1.7"]  # the exact search of tiny batches; 4 changes its API
@@ -41,15 +48,17 @@ TEST = [*FAST, *EXACT, "hypothesis", "pydantic", "pytest>=8", "pytest-timeout"]
 
 setup(
     name="megatron-dynamic-cp",
-    version="0.1.0",
+    version=VERSION[0],
     description="Dynamic context parallelism for Megatron-Core: every micro-batch gets its own CP size",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    project_urls={"Megatron-Core, which it extends": "https://github.com/NVIDIA/Megatron-LM"},
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_namespace_packages(
-        include=["dynamic_cp*", *(f"megatron.{name}*" for name in ("dynamic_cp", "trainer", "decide", "integrations"))]
-    ),
+    packages=find_namespace_packages(include=["dynamic_cp*", *(f"{name}*" for name in TYPED)]),
     package_data={
-        "dynamic_cp": ["data/**/*.json", "data/**/*.npy", "data/**/*.md", "decide/report/templates/*", "py.typed"]
+        "dynamic_cp": ["data/**/*.json", "data/**/*.npy", "data/**/*.md", "decide/report/templates/*", "py.typed"],
+        **{name: ["py.typed"] for name in TYPED},
     },
     # click and rich are the command's alone: `import dynamic_cp` imports neither.
     install_requires=["numpy>=1.26", "click>=8.2", "rich>=13"],
@@ -78,6 +87,7 @@ setup(
             "profile=megatron.decide.calibration.command:command",
             "weights=megatron.integrations.weights.command:command",
         ],
+        "torchrun.handlers": ["dynamic-cp=megatron.integrations.torchrun:end_in_a_line"],
         "dynamic_cp.lengths": ["tokens=megatron.decide.token_lengths:token_lengths"],
         "dynamic_cp.doctor": ["training=megatron.decide.doctor:checks"],
     },

@@ -37,6 +37,7 @@ __all__ = [
     "format_plan", "load_hardware", "load_model", "lower_bound", "plan_global_batch", "plan_lengths", "simulate",
 ]  # fmt: skip
 
+__version__ = "0.1.0"
 _moved.install()
 
 _AT_FIRST_USE = {

@@ -20,6 +20,7 @@ from unittest import mock
 
 import click
 
+from dynamic_cp import __version__
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli.app import group
 
@@ -58,6 +59,7 @@ def render(name: str, width: int) -> str:
 def render_json(name: str) -> str:
     """Return the JSON of the command of a golden, without what differs from run to run."""
     data = json.loads(_run([*COMMANDS[name].split(), "--json", "-"], 80))
+    assert data.pop("version") == __version__
     return json.dumps(_rounded(data), indent=1) + "\n"
 
 

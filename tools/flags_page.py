@@ -35,7 +35,8 @@ def flags_page() -> str:
         "# Flags of pretrain_gpt.py\n\n" + _MADE,
         "Names and meanings are Megatron-LM's where it has the flag. Most flags of dynamic context parallelism are "
         "new. "
-        "`torchrun … pretrain_gpt.py --help` prints the same. An unknown flag is an error, and so is "
+        "`torchrun … pretrain_gpt.py --help` prints the same. `@FILE` stands for the flags in FILE, written as in a "
+        "shell, with comments behind `#`. An unknown flag is an error, and so is "
         "[one that is not supported](#refused) or that [needs another one](#needs-another-flag). Nothing is ignored "
         f"except the {len(ALREADY_SO)} switches for what is [already so](#already-so) and "
         f"{_listed([flag for need in NEEDS if not need.is_refused for flag in need.flags])}, which a log line names "
@@ -105,7 +106,8 @@ def command_page() -> str:
         "`dynamic-cp COMMAND --help` prints the same, with examples. Exit status: 0, 2 for bad input (one line on "
         "stderr, with the remedy), 1 when stdout cannot be written, 3 for a calibration that is not good enough "
         "(`profile --strict`), 130 when interrupted. `--json FILE` or `--json -` writes the figures for programs. "
-        "`NO_COLOR` is respected; without a terminal there are no colours and no bars.\n\n",
+        "`NO_COLOR` is respected; without a terminal there are no colours, and a line every 25 seconds instead of a "
+        "bar.\n\n",
         "| command | what it does |\n| --- | --- |\n",
         *[f"| [{name}](#{name}) | {_cell(text)} |\n" for name, text in commands.items()],
     ]

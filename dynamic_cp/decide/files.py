@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from dynamic_cp import __version__
 from dynamic_cp.errors import InvalidInputError
 
 
@@ -121,5 +122,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def write_json(path: str, data: Any) -> None:
-    """Write `data` as indented JSON, numbers in full; '-' is stdout."""
+    """Write `data` as indented JSON, numbers in full; '-' is stdout. Beside a schema_version goes the version."""
+    if isinstance(data, dict) and "schema_version" in data:
+        data = {"schema_version": data["schema_version"], "version": __version__, **data}
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")

@@ -57,6 +57,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 def plan_from_dict(data: object) -> Plan:
     """Return the plan that `plan_to_dict` made `data` from; InvalidInputError names the first thing that is wrong."""
+    if isinstance(data, Mapping):  # `plan --output` also says which version of this package wrote it
+        data = {name: value for name, value in data.items() if name != "version"}
     version = data.get("schema_version") if isinstance(data, Mapping) else None
     if version is not None and version != SCHEMA_VERSION:
         raise InvalidInputError(

@@ -4,7 +4,7 @@ A leaf: runtime and trainer import nothing of it. Read in this order: `turns` (a
 (data iterators of other programs), `outside` (PyTorch's device mesh, transformers, TRL, accelerate), `scheduler`
 (megatron-core's packing scheduler, in verl or Megatron-Bridge), `preferences` (pairs of answers for loops other than
 the trainer's), `post_training` (objectives of responses), `weights` (Hugging Face's to checkpoints and back),
-`lm_adaptor` (Megatron-LM checkouts).
+`lm_adaptor` (Megatron-LM checkouts), `torchrun` (how a launcher ends).
 """
 
 from __future__ import annotations

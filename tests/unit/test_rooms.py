@@ -153,7 +153,8 @@ def test_what_lies_in_no_room_is_below_all_rooms_or_above_them(package: str) -> 
 def test_a_room_reads_in_the_order_that_it_names(room: str) -> None:
     says = ast.get_docstring(ast.parse((ROOT / room.replace(".", "/") / "__init__.py").read_text("utf-8"))) or ""
     order = [f"{room}.{name}" for name in re.findall(r"`(\w+)`", says.partition("ead in this order")[2] or says)]
-    files = {path.stem for path in (ROOT / room.replace(".", "/")).iterdir() if not path.name.startswith("__")}
+    entries = (ROOT / room.replace(".", "/")).iterdir()
+    files = {path.stem for path in entries if not path.name.startswith("__") and path.name != "py.typed"}
     assert sorted(order) == sorted(f"{room}.{name}" for name in files)
     for index, module in enumerate(order):
         later = {name for name in imported_below(module) for other in order[index + 1 :] if is_below(name, other)}

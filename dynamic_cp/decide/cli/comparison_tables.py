@@ -183,8 +183,8 @@ def _show_notes(comparison: Comparison, out: Console) -> None:
         if not one.fits_memory
     ]
     notes += [
-        f"{one.policy}: CP sizes up to {one.setting.max_cp_size}, as larger groups take memory from tokens (when "
-        f"training: --max-dynamic-cp-size {one.setting.max_cp_size})"
+        f"{one.policy}: CP sizes up to {one.setting.max_cp_size} (--max-dynamic-cp-size {one.setting.max_cp_size}); "
+        "larger groups take memory from tokens"
         for one in comparison.policies
         if one.setting.max_cp_size is not None
     ]
@@ -209,12 +209,16 @@ class LaunchLine(NamedTuple):
         refusal: why there is none, else empty.
         notes: what to know before it is used.
         before: a command that has to run first, if any.
+        files: that start it and another setting, each with the name of its policy.
+        look: a command that shows it, line by line, if there is one.
     """
 
     flags: Sequence[str]
     refusal: str
     notes: Sequence[str]
     before: str
+    files: Sequence[tuple[str, str]] = ()
+    look: Sequence[str] = ()
 
 
 def show_sweep(
@@ -244,6 +248,32 @@ def show_sweep(
     if verdict is not None:
         out.print()
         show_verdict(verdict, out, with_reason=False)
+
+
+def show_ended(
+    best: Mapping[str, Point], num_batches: int, line: Sequence[str], resume: str | None, out: Console
+) -> None:
+    """Print what a sweep that was ended has found: its policies are not compared, as each has come elsewhere."""
+    out.print(heading("Ended before all settings were tried"), Text("so far:" if best else "nothing was planned yet"))
+    if best:
+        columns: list[Column[tuple[str, Point]]] = [
+            Column("policy", lambda one: one[0]),
+            Column("batches", lambda one: f"{len(one[1].batches_s)} of {num_batches}"),
+            Column("s/batch", lambda one: f"{one[1].iteration_s:.3f}"),
+            Column("GB", lambda one: gb(one[1].peak_bytes)),
+            Column("at", lambda one: one[1].setting.words),
+        ]
+        table = table_of(best.items(), columns, out, is_bold=lambda one: one[0] == "dynamic")
+        table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
+        out.print()
+        out.print(table)
+    if line:
+        out.print()
+        out.print(heading("Fastest so far"))
+        click.echo(" \\\n    ".join(line))
+    out.print()
+    kept = f"the same command goes on from {resume}" if resume else "with --resume FILE it would go on from here"
+    out.print(note(kept))
 
 
 def _policies(comparison: Comparison, out: Console) -> Table:
@@ -309,3 +339,10 @@ def _show_line(line: LaunchLine, out: Console) -> None:
     if line.before:
         click.echo(line.before)
     click.echo(" \\\n    ".join(line.flags))
+    if line.look:
+        out.print()
+        out.print(note("look at it; report (with --output), plan and trace (without --batches) take the same options:"))
+        click.echo(" \\\n    ".join(line.look))
+    if line.files:
+        out.print()
+        out.print(note(f"written: {', '.join(f'{path} ({policy})' for path, policy in line.files)}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -14,7 +15,7 @@ from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputErro
 
 _TRAINER_FLAGS = {
     "--max-seqlen-per-dp-cp-rank": ("--max-tokens-per-rank",),
-    "--max-dynamic-cp-size": ("--lanes", "--gpus"),
+    "--max-dynamic-cp-size": ("--max-dynamic-cp-size", "--lanes", "--gpus"),
     "--context-parallel-size": ("--static-cp-size",),
     "--seq-length": ("--max-seqlen",),
     "--tokenizer-model": ("--tokenizer",),
@@ -37,6 +38,7 @@ _ARGUMENTS = {
     "max_seqlen": "--max-seqlen",
     "max_tokens_per_rank": "--max-tokens-per-rank",
     "static_cp_size": "--static-cp-size",
+    "max_cp_size": "--max-dynamic-cp-size",
     "cp_comm_types": "--cp-comm-type",
 }
 """Argument of the library -> the option that is the same."""
@@ -102,6 +104,8 @@ class Command(click.Command):
             raise
         except DynamicCPError as error:
             options = {name for parameter in self.params for name in parameter.opts}
+            if ctx.params.get("max_dynamic_cp_size") is None:
+                options.discard("--max-dynamic-cp-size")  # nothing was limited: more lanes help
             error.args = (with_own_flags(str(error), options),)
             raise
 
@@ -238,6 +242,27 @@ def taken(given: Mapping[str, Any], values: type[_Values]) -> _Values:
     """Return `values` filled from the options of the same names."""
     names = {field.name for field in dataclasses.fields(cast(Any, values))}
     return values(**{name: value for name, value in given.items() if name in names})
+
+
+def command_line(ctx: click.Context, name: str = "", without: Collection[str] = ()) -> list[str]:
+    """Return what to type to get the same again: the command, and each option that was given with its value.
+
+    Args:
+        name: of another command that takes them; "": the same.
+        without: names of parameters to leave out.
+    """
+    words = [f"dynamic-cp {name or ctx.command.name}"]
+    for parameter in ctx.command.params:
+        assert parameter.name is not None
+        is_given = ctx.get_parameter_source(parameter.name) == click.core.ParameterSource.COMMANDLINE
+        if not is_given or parameter.name in without:
+            continue
+        value = ctx.params[parameter.name]
+        if isinstance(getattr(parameter, "type", None), Numbers):
+            value = ",".join(map(str, value))
+        for one in value if isinstance(value, tuple) else (value,):
+            words.append(parameter.opts[0] if one is True else f"{parameter.opts[0]} {shlex.quote(str(one))}")
+    return words
 
 
 json_option = options_in(

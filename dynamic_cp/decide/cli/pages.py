@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import click
 
-from dynamic_cp.decide.cli.options import option, options_in, output_option, subcommand
+from dynamic_cp.decide.cli.options import command_line, option, options_in, output_option, subcommand
 from dynamic_cp.decide.cli.parameters import batch_options, job_options, planner_options, policy_option
 from dynamic_cp.decide.cli.simulate import DEFAULT_BATCHES, compared
 from dynamic_cp.decide.cli.tables import progress
@@ -60,7 +59,7 @@ def report(run: str | None, policy: str, output: str, **given: Any) -> None:
                 f"report needs {package}, which is not installed: pip install 'megatron-dynamic-cp[report]'"
             )
     ctx = click.get_current_context()
-    again = _command_line(ctx)
+    again = " ".join(command_line(ctx))
     if run is not None:
         check_only_run(ctx, ("run", "output"))
         from dynamic_cp.decide.report.run import read_about, read_run
@@ -79,19 +78,6 @@ def report(run: str | None, policy: str, output: str, **given: Any) -> None:
             page = render_report(comparison, command=again, inputs=given_inputs)
     write_text(output, page)
     click.echo(f"{output}: open it in a browser")
-
-
-def _command_line(ctx: click.Context) -> str:
-    """Return what to type to get the same again: the options that were given."""
-    words = ["dynamic-cp", "report"]
-    for parameter in ctx.command.params:
-        assert parameter.name is not None
-        if ctx.get_parameter_source(parameter.name) != click.core.ParameterSource.COMMANDLINE:
-            continue
-        value = ctx.params[parameter.name]
-        for one in value if isinstance(value, tuple) else (value,):
-            words += [parameter.opts[0]] if one is True else [parameter.opts[0], shlex.quote(str(one))]
-    return " ".join(words)
 
 
 @subcommand(

@@ -460,6 +460,11 @@ class JobInput(RunInput):
         TokensOrAuto(),
         "auto",
     )
+    max_dynamic_cp_size: int | None = option(
+        "Largest CP size of dynamic and megatron-dev, as the trainer's flag: groups of fewer lanes leave memory for "
+        "tokens. [default: the fastest that memory holds]",
+        int,
+    )
     static_cp_size: int | None = option(
         "CP size of static and balanced. [default: the fastest that holds the longest sample; plan with --lanes: "
         "the smallest]",
@@ -513,11 +518,16 @@ class JobInput(RunInput):
             raise InvalidInputError(f"--static-cp-size {size} is not a power of two: use 1, 2, 4, ...")
         has_masks = self.mask != CAUSAL.name
         exchanges = allowed_exchanges(
-            self.cp_comm_type or CP_COMM_TYPE, self.model_shape, has_masks=has_masks, state_exchange=self.states
+            self.cp_comm_type or CP_COMM_TYPE,
+            self.model_shape,
+            has_masks=has_masks,
+            may_be_placed=self.topology.expert_lanes == 1,  # as in training
+            state_exchange=self.states,
         )
         return PlanOptions(
             max_tokens_per_rank=1 if self.limit_from_memory else cast(int, self.max_tokens_per_rank),
             static_cp_size=size,
+            max_cp_size=self.max_dynamic_cp_size,
             cp_comm_types=exchanges,
             recompute=cast(Recompute, self.recompute or "none"),
             recompute_layers=self.recompute_layers,
@@ -601,6 +611,7 @@ class JobInput(RunInput):
             loss_chunk_tokens=self.loss_chunk_tokens,
             exchanges=self.exchanges,
             static_cp_size=self.static_cp_size,
+            max_cp_size=self.max_dynamic_cp_size,
         )
 
 
@@ -610,7 +621,7 @@ def job_options(command: _Command) -> _Command:
     memory = "recompute recompute_method recompute_num_layers loss_chunk_tokens"
     names = f"{layout} {memory} no_distributed_optimizer no_overlap_grad_reduce"
     for add in (
-        options_of(JobInput, "Job", "tp_overlap max_tokens_per_rank"),
+        options_of(JobInput, "Job", "tp_overlap max_tokens_per_rank max_dynamic_cp_size"),
         options_in("Job", **STATE),
         options_of(JobInput, "Job", names),
     ):

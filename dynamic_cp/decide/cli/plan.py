@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dynamic_cp import __version__
 from dynamic_cp.decide.cli.options import json_option, option, options_in, output_option, subcommand, taken
 from dynamic_cp.decide.cli.parameters import POOL, BatchInput, JobInput, batch_options, job_options, planner_options
 from dynamic_cp.decide.cli.simulate import searched, why_fastest
 from dynamic_cp.decide.cli.tables import Progress, can_draw, console, heading, note, percent, progress, seconds
 from dynamic_cp.decide.files import STDOUT, check_apart, check_writable, write_json, write_text
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError, did_you_mean
+from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import Hardware, Plan, PlannedBatch, PoolUse, Problem, counted
 from dynamic_cp.types.stage_layers import in_words
 
@@ -110,6 +113,8 @@ def _plan(
     why = f"stages of {in_words(model.pipeline_layers)}" if model.pipeline_layers and job.pp else ""
     if job.gpus is None:
         topology, options, limit_from_memory = job.topology, job.options, job.limit_from_memory
+        if policy in STATIC_POLICIES:
+            options = replace(options, max_cp_size=None)
     else:
         shared = job.sweep_job(batch, batches)
         found = searched(job.space, shared, (policy,), steps)
@@ -168,10 +173,11 @@ def _inputs(batch: BatchInput, job: JobInput, problem: Problem) -> dict[str, Any
 
 
 def _write(planned: PlannedBatch, figures: dict[str, Any], output: str | None, json_path: str | None) -> None:
-    from dynamic_cp.plans.serialize import dumps, plan_to_dict
+    from dynamic_cp.plans.serialize import plan_to_dict
 
     if output:
-        write_text(output, dumps(planned.plan) + "\n")
+        data = {"version": __version__, **plan_to_dict(planned.plan)}
+        write_text(output, json.dumps(data, sort_keys=True, separators=(",", ":")) + "\n")
     if json_path:
         write_json(json_path, {"schema_version": SCHEMA_VERSION, **figures, "plan": plan_to_dict(planned.plan)})
     if STDOUT not in (json_path, output):

@@ -25,6 +25,7 @@ from dynamic_cp.types import NOISE_MARGIN, Sample
 if TYPE_CHECKING:
     from dynamic_cp.decide.comparison import Comparison
     from dynamic_cp.decide.sweep import Found, Space, Sweep, SweepJob
+    from dynamic_cp.decide.sweep.journal import Journal
 
 DEFAULT_BATCHES = 8
 
@@ -147,18 +148,31 @@ def searched(
     num_processes: int | None = None,
     *,
     with_other_prices: bool = True,
+    journal: Journal | None = None,
+    tells_end: bool = False,
 ) -> Sweep:
-    """Return the fastest settings of each of `policies`, by one process per CPU; warns of a policy that has none."""
-    from dynamic_cp.decide.sweep import sweep
+    """Return the fastest settings of each of `policies`, by one process per CPU; warns of a policy that has none.
 
-    found = sweep(
-        space,
-        shared,
-        policies=policies,
-        num_processes=num_processes or len(os.sched_getaffinity(0)),
-        with_other_prices=with_other_prices,
-        progress=steps,
-    )
+    Args:
+        tells_end: raise SweepEndedError where a signal ends the search; else what the signal raises.
+    """
+    from dynamic_cp.decide.sweep import sweep
+    from dynamic_cp.decide.sweep.search import SweepEndedError
+
+    try:
+        found = sweep(
+            space,
+            shared,
+            policies=policies,
+            num_processes=num_processes or len(os.sched_getaffinity(0)),
+            with_other_prices=with_other_prices,
+            journal=journal,
+            progress=steps,
+        )
+    except SweepEndedError as ended:
+        if tells_end:
+            raise
+        raise ended.cause from None
     for policy, one in found.policies.items():
         if one.best is None:
             reasons = ", ".join(f"{reason} ({number})" for reason, number in one.refused.items())

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from dynamic_cp.decide.cli.options import json_option, options_in, options_of, subcommand, taken
+import click
+
+from dynamic_cp import __version__
+from dynamic_cp.decide.cli.options import (
+    command_line,
+    json_option,
+    option,
+    options_in,
+    options_of,
+    output_option,
+    subcommand,
+    taken,
+)
 from dynamic_cp.decide.cli.parameters import STATE, BatchInput, SweepInput, batch_options
 from dynamic_cp.decide.cli.simulate import policies_in, searched
-from dynamic_cp.decide.cli.tables import console, progress
-from dynamic_cp.decide.files import STDOUT, check_writable, write_json
+from dynamic_cp.decide.cli.tables import Progress, console, progress
+from dynamic_cp.decide.files import STDOUT, check_apart, check_writable, write_json
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
 
 if TYPE_CHECKING:
+    from dynamic_cp.decide.cli.starting import Starter
     from dynamic_cp.decide.comparison import Comparison
     from dynamic_cp.decide.sweep import Point, Space, Sweep, SweepJob
-    from dynamic_cp.models.architecture import Architecture
 
 SCHEMA_VERSION = 2
 DEFAULT_BATCHES = 4
-_LINE = 92
-_CHANGED_HARDWARE = "hardware.json"
-"""What the trainer reads in place of --set."""
+_OF_SEARCH = (
+    *("gpus", "tp", "pp", "vpp", "ep", "recompute", "loss_chunk_tokens", "max_tokens_per_rank", "cp_comm_type"),
+    *("policy", "jobs", "tp_overlap", "output", "json"),
+)
+"""Options that say what is searched, and how; `simulate` takes the others as they are."""
 
 
 @subcommand(
@@ -32,6 +47,7 @@ _CHANGED_HARDWARE = "hardware.json"
   dynamic-cp sweep --lengths github --global-batch-size 512 --gpus 64
   dynamic-cp sweep --lengths lengths.npy --gpus 16 --model llama-2-13b --tp 2,4 --pp 1,2,4
   dynamic-cp sweep --lengths github --global-batch-size 512 --gpus 64 --policy balanced   # without dynamic CP
+  dynamic-cp sweep --lengths github --global-batch-size 512 --gpus 64 --output job.sbatch
 """,
 )
 @batch_options(default_batches=DEFAULT_BATCHES, with_mask=False)
@@ -49,8 +65,20 @@ _CHANGED_HARDWARE = "hardware.json"
     "tp pp vpp ep recompute loss_chunk_tokens max_tokens_per_rank cp_comm_type state_exchange policy search jobs",
     exchange="auto or p2p, whichever is faster",
 )
+@output_option(
+    "Write what starts the recommended setting: flags for `pretrain_gpt.py @FILE`, or a SLURM job. The fastest static "
+    "setting goes beside it, as FILE-static (FILE-dynamic where a static one is recommended).",
+    "FILE.flags|.sbatch",
+)
 @json_option
-def command(json: str | None, **given: Any) -> None:
+@options_in(
+    "Output",
+    resume=option(
+        "Keep what is planned in FILE as it is found. The same command goes on from there after it was ended.",
+        metavar="FILE",
+    ),
+)
+def command(output: str | None, json: str | None, resume: str | None, **given: Any) -> None:
     """Search layouts and limits for a number of GPUs; say which is fastest and whether dynamic CP pays there.
 
     Policies are compared, each at its own fastest setting: the last line has the best static setting, the dynamic one
@@ -58,32 +86,84 @@ def command(json: str | None, **given: Any) -> None:
     the flags to start it. Settings that cannot run are counted, with the reason.
     """
     check_writable(json)
+    check_writable(resume, only_files=True)
+    check_apart(output=output, json=json, resume=resume)
     if given["jobs"] is not None and given["jobs"] < 1:
         raise InvalidInputError(f"--jobs is {given['jobs']}, at least 1 is needed: change it")
     policies = policies_in(given["policy"])
     batch, run = taken(given, BatchInput), SweepInput.of(given)
     architecture = catalog.load_architecture(run.model)
     run.check_memory_is_known()
-    with progress("sweeping") as steps:
+    with ExitStack() as at_end, progress("sweeping") as steps:
         steps(0, 1, "lengths")
-        from dynamic_cp.decide.comparison import compare_settings
+        from dynamic_cp.decide.cli.starting import Starter, check_output
 
-        space = run.space
-        job = run.sweep_job(batch, batch.draw(DEFAULT_BATCHES))
-        found = searched(space, job, policies, steps, run.jobs)
-        names, other_prices = (run.model, run.hardware_name), found.other_prices
-        comparison = compare_settings(job, found.settings, names=names, other_prices=other_prices, progress=steps)
-    refusal = _why_no_line(found, job, architecture)
-    flags = [] if refusal else _flags(found.front[0], job, architecture, run)
+        check_output(output, policies, run.whole_model, architecture)
+        ctx = click.get_current_context()
+        starter = Starter(
+            job=run.sweep_job(batch, batch.draw(DEFAULT_BATCHES)),
+            run=run,
+            architecture=architecture,
+            command=" ".join(command_line(ctx)),
+            shared=command_line(ctx, "simulate", without=_OF_SEARCH),
+            output=output,
+            resume=resume,
+        )
+        found, comparison = _found(starter, policies, steps, at_end)
+    refusal = starter.why_no_line(found.recommended)
+    flags = [] if refusal else starter.line(found.front[0])
+    files = starter.write(found)
     if json:
-        inputs = _inputs(batch, space, job, run) | {"policies": policies}
+        inputs = _inputs(batch, run.space, starter.job, run) | {"policies": policies}
         write_json(json, _as_dict(found, comparison, inputs, flags, refusal))
     if json != STDOUT:
         from dynamic_cp.decide.cli.comparison_tables import LaunchLine, show_sweep
 
-        notes = _notes(run.model, job, architecture)
-        line = LaunchLine(flags=flags, refusal=refusal, notes=notes, before=_hardware_command(run))
+        line = LaunchLine(
+            flags=flags,
+            refusal=refusal,
+            notes=starter.notes(),
+            before=starter.hardware_command,
+            files=files,
+            look=starter.look(found.front[0]),
+        )
         show_sweep(found, comparison, batch, line, console())
+
+
+def _found(starter: Starter, policies: Sequence[str], steps: Progress, at_end: ExitStack) -> tuple[Sweep, Comparison]:
+    """Return the best settings and their comparison; where a signal ends the search, `at_end` shows what it has."""
+    from dynamic_cp.decide.comparison import compare_settings
+    from dynamic_cp.decide.sweep.journal import Journal
+    from dynamic_cp.decide.sweep.search import SweepEndedError
+    from dynamic_cp.decide.sweep.workers import sigterm_as_an_exception
+
+    job, run = starter.job, starter.run
+    journal = None
+    if starter.resume is not None:
+        journal = at_end.enter_context(closing(Journal(starter.resume, job, __version__)))
+    best: Mapping[str, Point] = {}
+    try:
+        with sigterm_as_an_exception():
+            found = searched(run.space, job, policies, steps, run.jobs, journal=journal, tells_end=True)
+            best = found.best
+            names, others = (run.model, run.hardware_name), found.other_prices
+            return found, compare_settings(job, found.settings, names=names, other_prices=others, progress=steps)
+    except SweepEndedError as ended:
+        at_end.callback(_show_ended, ended.best, starter)
+        raise ended.cause from None
+    except (KeyboardInterrupt, SystemExit):
+        at_end.callback(_show_ended, best, starter)
+        raise
+
+
+def _show_ended(best: Mapping[str, Point], starter: Starter) -> None:
+    """Print what a search that was ended has found."""
+    from dynamic_cp.decide.cli.comparison_tables import show_ended
+
+    trained = [point for name, point in best.items() if not starter.why_no_line(name)]
+    fastest = min(trained, key=lambda one: (-len(one.batches_s), one.iteration_s), default=None)
+    line = [] if fastest is None else starter.line(fastest)
+    show_ended(best, len(starter.job.batches), line, starter.resume, console())
 
 
 def _inputs(batch: BatchInput, space: Space, job: SweepJob, run: SweepInput) -> dict[str, Any]:
@@ -104,74 +184,6 @@ def _inputs(batch: BatchInput, space: Space, job: SweepJob, run: SweepInput) -> 
         **{name: getattr(run, name) for name in as_given},
         "set": run.settings,
     }
-
-
-def _why_no_line(found: Sweep, job: SweepJob, architecture: Architecture | None) -> str:
-    """Return why there is no launch line, nothing where there is one."""
-    from dynamic_cp.decide.sweep import TRAINED_POLICIES
-    from dynamic_cp.decide.sweep.flags import why_not_trained
-
-    if found.recommended not in TRAINED_POLICIES:
-        return f"pretrain_gpt.py has no policy {found.recommended}"
-    reason = why_not_trained(job.model, architecture)
-    return f"pretrain_gpt.py does not train this model: {reason}" if reason else ""
-
-
-def _flags(point: Point, job: SweepJob, architecture: Architecture | None, run: SweepInput) -> list[str]:
-    """Return the lines of the command that starts `point`."""
-    from dynamic_cp.decide.sweep.flags import launch_flags, launcher
-
-    groups = launch_flags(
-        point.setting,
-        model=job.model,
-        architecture=architecture,
-        hardware_name=_CHANGED_HARDWARE if run.settings else run.hardware,
-        max_seqlen=job.max_seqlen,
-        global_batch_size=len(job.batches[0]),
-        options=job.options_of(point.setting),
-        data_parallel=job.data_parallel,
-    )
-    lines = [line for group in groups for line in _wrapped(group)]
-    return [f"{launcher(point.setting)} pretrain_gpt.py", *lines]
-
-
-def _hardware_command(run: SweepInput) -> str:
-    """Return the command that writes the hardware file which the launch line names; nothing without --set."""
-    if not run.settings:
-        return ""
-    changes = " ".join(f"--set {shlex.quote(one)}" for one in run.settings)
-    return f"dynamic-cp hardware {shlex.quote(run.hardware)} {changes} --output {_CHANGED_HARDWARE}"
-
-
-def _wrapped(flags: tuple[str, ...]) -> list[str]:
-    """Return `flags` in lines of at most `_LINE` characters; a flag keeps its value."""
-    lines: list[str] = []
-    for flag in flags:
-        if lines and len(lines[-1]) + 1 + len(flag) <= _LINE:
-            lines[-1] += f" {flag}"
-        else:
-            lines.append(flag)
-    return lines
-
-
-def _notes(name: str, job: SweepJob, architecture: Architecture | None) -> list[str]:
-    """Return what to know before the recommended line is used."""
-    notes = ["add your data and tokenizer, --lr and --train-iters"]
-    if architecture is None:
-        kind = "Llama (RoPE with base 10000)" if job.model.gated_linear_unit else "GPT-2"
-        notes.append(f"{name} has no entry architecture: norms, positions and biases are assumed to be those of {kind}")
-    elif 0 < architecture["max_position_embeddings"] < job.max_seqlen:
-        notes.append(
-            f"samples have up to {job.max_seqlen} tokens, the model was made for "
-            f"{architecture['max_position_embeddings']}"
-        )
-    if job.tp_overlap != "none":
-        notes.append("pretrain_gpt.py has no --tp-comm-overlap: the seconds are those of a trainer that has it")
-    if architecture is not None and architecture.not_imported:
-        notes.append(f"this starts with new weights: {'; '.join(architecture.not_imported)}")
-    if architecture is not None and architecture.not_read:
-        notes.append(f"left out of {name}, as by transformers: {', '.join(architecture.not_read)}")
-    return notes
 
 
 def _as_dict(

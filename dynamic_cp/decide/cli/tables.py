@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+import click
 
 if TYPE_CHECKING:  # imported where something is shown, so that --help starts at once
     from rich.console import Console
@@ -35,11 +39,19 @@ def can_draw(out: Console) -> bool:
     return out.encoding.lower().startswith("utf")
 
 
+FIRST_LINE_S, EVERY_S = 10.0, 25.0
+"""Without a terminal: when work first says how far it is, and how often then."""
+
+
 @contextmanager
 def progress(what: str) -> Iterator[Progress]:
-    """Show a bar on stderr while work runs, if that is a terminal; it leaves nothing behind."""
-    if sys.stderr is None or not sys.stderr.isatty():  # None: it was closed
+    """Show a bar on stderr while work runs, which leaves nothing behind; without a terminal a line now and then."""
+    if sys.stderr is None:  # it was closed
         yield lambda done, total, text: None
+        return
+    if not sys.stderr.isatty():
+        with _lines(what) as steps:
+            yield steps
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -49,6 +61,30 @@ def progress(what: str) -> Iterator[Progress]:
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total, text: bar.update(task, completed=done, total=total, description=f"{what}: {text}")
+
+
+@contextmanager
+def _lines(what: str) -> Iterator[Progress]:
+    """Say on stderr how far it is, after FIRST_LINE_S and then each EVERY_S: a job's log shows that it works."""
+    began_s, ended, latest = time.monotonic(), threading.Event(), [""]
+
+    def watch() -> None:
+        wait_s = FIRST_LINE_S
+        while not ended.wait(wait_s):
+            with suppress(OSError):  # nobody reads it
+                click.echo(f"dynamic-cp: {what}{latest[0]}, {time.monotonic() - began_s:.0f} s", err=True)
+            wait_s = EVERY_S
+
+    def steps(done: int, total: int, text: str) -> None:
+        latest[0] = f": {text}" + f", {done} of {total}" * (total > 1)
+
+    watcher = threading.Thread(target=watch, name="progress", daemon=True)
+    watcher.start()
+    try:
+        yield steps
+    finally:
+        ended.set()
+        watcher.join()
 
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

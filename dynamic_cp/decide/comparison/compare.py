@@ -113,7 +113,12 @@ def compare_policies(
         data_parallel=data_parallel,
     )
     base = job.options_of("dynamic", None)
-    outcomes = tuple(run.outcome(name, job, partial(_options_of, name, job, base)) for name in names)
+    # The largest CP size that is given is that of dynamic groups.
+    unbound = job._replace(options=replace(job.options, max_cp_size=None))
+    jobs = [unbound if name in STATIC_POLICIES else job for name in names]
+    outcomes = tuple(
+        run.outcome(name, one, partial(_options_of, name, one, base)) for name, one in zip(names, jobs, strict=True)
+    )
     ours = next((one for one in outcomes if one.policy == "dynamic"), None)
     if ours is not None:
         base = replace(base, max_tokens_per_rank=ours.max_tokens_per_rank, max_cp_size=ours.setting.max_cp_size)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from dynamic_cp import __version__
 from dynamic_cp.decide.report.drawing import NARROW_IN, format_s, inline_svg
 from dynamic_cp.decide.report.theme import DARK, LIGHT, Theme, css_variables
 from dynamic_cp.errors import UnsupportedFeatureError
@@ -78,6 +79,7 @@ def render(template: str, *, title: str, facts: str, command: str, inputs: Mappi
         title=title,
         facts=facts,
         command=command,
+        version=__version__,
         inputs=[(name, _readable(value)) for name, value in inputs.items()],
         light=Markup(css_variables(LIGHT)),
         dark=Markup(css_variables(DARK)),

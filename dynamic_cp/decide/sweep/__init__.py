@@ -4,9 +4,11 @@ Read in this order:
 
 - `space`: layouts that fit, and the settings that fit in memory in each
 - `evaluate`: time and memory of a setting, a bound on its time, and whether a gain survives prices that are wrong
+- `journal`: what was planned, in a file
 - `workers`: several processes that do so
 - `search`: the fastest setting of each policy, and settings that save memory
 - `flags`: those of pretrain_gpt.py for a setting
+- `job_files`: files that start it
 """
 
 from dynamic_cp.decide.comparison.job import SweepJob

@@ -109,11 +109,16 @@ def _words(name: str, value: Any, means: Meaning) -> Iterator[str]:
         yield f"{flag} {shlex.quote(text)}"
 
 
-def launcher(setting: Setting) -> str:
-    """Return the torchrun words before the script."""
+def nodes_of(setting: Setting) -> tuple[int, int]:
+    """Return (nodes of a job, ranks on each)."""
     topology = setting.topology
     per_node = min(topology.ranks_per_node, topology.world_size)
-    num_nodes = topology.world_size // per_node
+    return topology.world_size // per_node, per_node
+
+
+def launcher(setting: Setting) -> str:
+    """Return the torchrun words before the script."""
+    num_nodes, per_node = nodes_of(setting)
     # Nodes in a fixed order, c10d would number them by address: the lanes of a CP group are neighbours.
     static = f" --nnodes {num_nodes} --node-rank $NODE_RANK --master-addr $HEAD_NODE --master-port 29500"
     nodes = static if num_nodes > 1 else " --local-addr localhost"  # the host's own name may not resolve

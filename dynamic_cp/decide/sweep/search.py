@@ -23,11 +23,12 @@ from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.decide.comparison.values import OtherPrice, Speedup, speedup_of
 from dynamic_cp.decide.comparison.verdict import judged
 from dynamic_cp.decide.sweep.evaluate import Point, evaluate, evaluate_first, fastest_first, least_s, under_other_prices
+from dynamic_cp.decide.sweep.journal import Journal
 from dynamic_cp.decide.sweep.space import Refused, Space, exchanges_tried, layouts_of, settings_of, variants, what_helps
 from dynamic_cp.decide.sweep.workers import Run, workers
 from dynamic_cp.errors import MemoryLimitError
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
-from dynamic_cp.types import RecomputedLayers, Topology
+from dynamic_cp.types import CpCommType, RecomputedLayers, Topology
 
 TRAINED_POLICIES = ("dynamic", *POOL_POLICIES, *STATIC_POLICIES)
 """What pretrain_gpt.py can run."""
@@ -97,6 +98,19 @@ class Sweep:
         return {name: one.best for name, one in self.policies.items() if one.best is not None}
 
 
+class SweepEndedError(Exception):
+    """Somebody ended the search.
+
+    Attributes:
+        cause: what the signal has raised.
+        best: policy -> the fastest setting so far; of all batches, or of the first one where none has come further.
+    """
+
+    def __init__(self, cause: KeyboardInterrupt | SystemExit, best: Mapping[str, Point]) -> None:
+        super().__init__("the search was ended")
+        self.cause, self.best = cause, best
+
+
 def sweep(
     space: Space,
     job: SweepJob,
@@ -104,6 +118,7 @@ def sweep(
     policies: Sequence[str] = ("dynamic",),
     num_processes: int = 1,
     with_other_prices: bool = True,
+    journal: Journal | None = None,
     progress: Progress | None = None,
 ) -> Sweep:
     """Return the best settings of `space` for `job`; the same for any `num_processes`.
@@ -111,17 +126,29 @@ def sweep(
     Args:
         policies: of search.POLICIES and POOL_POLICIES, at least one.
         with_other_prices: plan the fastest settings under other prices, too.
+        journal: keeps what is planned, and has what was planned before.
         progress: called with (done, all, what).
 
     Raises:
+        SweepEndedError: by SIGINT or SIGTERM.
         MemoryLimitError: nothing fits; the message counts why.
         InvalidInputError: hardware without a size of memory.
     """
     candidates, refused = _candidates(space, job, policies)
-    with workers(job, min(num_processes, sum(map(len, candidates.values())))) as run:
-        race = _Race(space, job, candidates, refused, run, progress or (lambda done, total, text: None))
+    race = _Race(space, job, candidates, refused, progress or (lambda done, total, text: None), journal)
+    try:
+        return _won(race, space, job, num_processes, with_other_prices)
+    except (KeyboardInterrupt, SystemExit) as error:
+        raise SweepEndedError(error, race.so_far()) from error
+
+
+def _won(race: _Race, space: Space, job: SweepJob, num_processes: int, with_other_prices: bool) -> Sweep:
+    """Run the race of all policies and return what it found."""
+    policies = tuple(race.candidates)
+    with workers(job, min(num_processes, sum(map(len, race.candidates.values())))) as run:
+        race.start(run)
         # The dynamic policy comes last: it tries what the others have found.
-        for policy in sorted(candidates, key=lambda name: name == "dynamic"):
+        for policy in sorted(policies, key=lambda name: name == "dynamic"):
             race.run_policy(policy)
         found = {policy: race.found(policy) for policy in policies}
         best = {policy: one.best for policy, one in found.items() if one.best is not None}
@@ -188,7 +215,7 @@ def _candidates(
                 continue
             # What memory holds is the same for all static policies, and for all others without a pool.
             pool = POOL_POLICIES.get(policy)
-            kind = pool or policy in STATIC_POLICIES, exchanges_tried(policy, space, job)
+            kind = pool or policy in STATIC_POLICIES, exchanges_tried(policy, space, job, layout[0])
             found = known.get(kind)
             if found is None:
                 found = known[kind] = settings_of(*layout, policy, space, job)
@@ -208,18 +235,52 @@ class _Race:
         job: SweepJob,
         candidates: Mapping[str, list[Setting]],
         refused: dict[str, Counter[Refused]],
-        run: Run,
         progress: Progress,
+        journal: Journal | None,
     ) -> None:
-        self._space, self._job, self._candidates, self._refused = space, job, candidates, refused
-        self._run, self._progress = run, progress
+        self._space, self._job, self._refused = space, job, refused
+        self.candidates = candidates
+        self._progress, self._journal = progress, journal
         self._first: dict[Setting, Point | Refused] = {}
         self._points: dict[str, dict[Setting, Point]] = {policy: {} for policy in candidates}
+        self._seen: dict[tuple[str, int], Point] = {}
+        """(policy, batches planned) -> the fastest setting that was planned with so many."""
+        self._bounds: dict[_Bounded, float] = {}
+
+    def start(self, run: Run) -> None:
+        """Have `run` compute from now on; bounds of the layouts first."""
+        self._run = run
         self._bounds = self._bounds_of_layouts()
+
+    @property
+    def num_planned(self) -> int:
+        """Settings that were planned, with one batch at least."""
+        return len(self._first)
+
+    def so_far(self) -> dict[str, Point]:
+        """Return policy -> its fastest setting so far, of all batches where one has come so far, else of the first."""
+        every = len(self._job.batches)
+        found = {name: self._seen.get((name, every)) or self._seen.get((name, 1)) for name in self.candidates}
+        return {name: point for name, point in found.items() if point is not None}
+
+    def _see(self, results: Iterable[Any]) -> None:
+        """Remember the fastest of settings that were planned."""
+        for point in results:
+            if isinstance(point, Point):
+                key = point.setting.policy, len(point.batches_s)
+                best = self._seen.get(key)
+                if best is None or point.iteration_s < best.iteration_s:
+                    self._seen[key] = point
+
+    def _in_words(self) -> str:
+        """Return how far the search is, for who waits."""
+        best = min(self.so_far().values(), key=lambda one: one.iteration_s, default=None)
+        so_far = "" if best is None else f", best so far {best.iteration_s:.3f} s ({best.setting.policy})"
+        return f" ({self.num_planned} settings planned{so_far})"
 
     def run_policy(self, policy: str) -> None:
         """Plan the settings of `policy` that may be its fastest or close to it."""
-        order = sorted(self._candidates[policy], key=lambda setting: self._bounds[_bounded(setting)])
+        order = sorted(self.candidates[policy], key=lambda setting: self._bounds[_bounded(setting)])
         looks: dict[Setting, float] = {}
         for start in range(0, len(order), _ROUND):
             fastest_s = min(looks.values(), default=float("inf"))
@@ -232,9 +293,11 @@ class _Race:
         self._plan(policy, self._faster_variants(policy))
         if policy == "dynamic":
             others = [self.found(name).best for name in self._points if name != policy]
-            settings = [_as_dynamic(point.setting) for point in others if point is not None]
-            allowed = exchanges_tried(policy, self._space, self._job)
-            self._plan(policy, [setting for setting in settings if setting.cp_comm_types in allowed])
+            settings = [_as_dynamic(point.setting, self._space) for point in others if point is not None]
+            self._plan(policy, [one for one in settings if one.cp_comm_types in self._exchanges(one)])
+
+    def _exchanges(self, setting: Setting) -> Collection[tuple[CpCommType, ...]]:
+        return exchanges_tried(setting.policy, self._space, self._job, setting.topology)
 
     def _may_matter(self, setting: Setting, fastest_s: float) -> bool:
         """Return whether a setting may be shown; one that recomputes some layers only where it may be the fastest."""
@@ -294,21 +357,32 @@ class _Race:
     def _counted(
         self, function: Callable[[Setting, SweepJob], _Result], settings: Sequence[Setting], what: str
     ) -> list[_Result]:
-        done = 0
+        kept = [None if self._journal is None else self._journal.get(function, one) for one in settings]
+        results: dict[Setting, Any] = {
+            setting: one for setting, one in zip(settings, kept, strict=True) if one is not None
+        }
+        is_planned = function in (evaluate, evaluate_first)
+        self._see(results.values() if is_planned else ())
+        done = len(results)
 
-        def count() -> None:
+        def on_result(setting: Setting, result: Any) -> None:
             nonlocal done
             done += 1
-            self._progress(done, len(settings), what)
+            if self._journal is not None:
+                self._journal.keep(function, setting, result)
+            self._see([result] if is_planned else ())
+            self._progress(done, len(settings), what + self._in_words())
 
-        self._progress(0, len(settings), what)
-        return self._run(function, settings, count)
+        self._progress(done, len(settings), what + self._in_words())
+        new = [setting for setting in settings if setting not in results]
+        results |= zip(new, self._run(function, new, on_result), strict=True)
+        return [results[setting] for setting in settings]
 
     def _bounds_of_layouts(self) -> dict[_Bounded, float]:
         """Return layout -> seconds of the first batch that no setting of it stays below."""
         exchanges = tuple(dict.fromkeys(one for some in self._space.exchanges for one in some))
         loosest: dict[_Bounded, Setting] = {}
-        for setting in (one for settings in self._candidates.values() for one in settings):
+        for setting in (one for settings in self.candidates.values() for one in settings):
             before = loosest.get(_bounded(setting))
             if before is None or before.max_tokens_per_rank < setting.max_tokens_per_rank:
                 policy = "pool" if setting.has_pool else "dynamic"
@@ -335,7 +409,9 @@ def _bounded(setting: Setting) -> _Bounded:
     return setting.topology, setting.recompute, setting.recompute_layers, setting.has_pool
 
 
-def _as_dynamic(setting: Setting) -> Setting:
-    """Return the dynamic setting whose plans contain those of `setting`."""
+def _as_dynamic(setting: Setting, space: Space) -> Setting:
+    """Return the dynamic setting whose plans contain those of `setting`, as far as its CP sizes may be that large."""
     largest = setting.static_cp_size if setting.is_static else setting.max_cp_size
+    if space.max_cp_size is not None:
+        largest = min(largest or setting.topology.max_cp_size, space.max_cp_size)
     return replace(setting, policy="dynamic", max_cp_size=largest)

@@ -16,7 +16,7 @@ from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pool.prices import refuse_model
 from dynamic_cp.pricing.allowed import exchanges_of_policy
 from dynamic_cp.setting import POOL_POLICIES, Setting
-from dynamic_cp.types import EVERY_LAYER, CpCommType, ModelShape, RecomputedLayers, Topology, chunk_tokens
+from dynamic_cp.types import EVERY_LAYER, CpCommType, ModelShape, RecomputedLayers, Topology, chunk_tokens, is_placed
 from dynamic_cp.types.stage_layers import is_level
 
 MORE_ROOM = "use more GPUs or shorter samples (--max-seqlen)"
@@ -40,6 +40,7 @@ class Space:
         exchanges: sets of exchanges that a bucket may use; those after the first are tried for what is close to the
             fastest.
         static_cp_size: CP size of the static policies; None = all.
+        max_cp_size: largest CP size of the other policies; None = all that leave memory for more tokens.
     """
 
     num_gpus: int
@@ -54,6 +55,7 @@ class Space:
     limits: tuple[int, ...] | None = None
     exchanges: tuple[tuple[CpCommType, ...], ...] = EXCHANGES
     static_cp_size: int | None = None
+    max_cp_size: int | None = None
 
     def __post_init__(self) -> None:
         for name, values in (
@@ -64,6 +66,7 @@ class Space:
             ("vpp", self.vp_sizes or ()),
             ("ep", self.ep_sizes or ()),
             ("max_tokens_per_rank", self.limits or ()),
+            ("max_cp_size", () if self.max_cp_size is None else (self.max_cp_size,)),
             ("recompute_num_layers", () if self.recompute_num_layers is None else (self.recompute_num_layers,)),
         ):
             if any(value < 1 for value in values):
@@ -159,7 +162,7 @@ def settings_of(
         return () if "full" in space.recompute else refused
     found: list[Setting] = []
     refused = Refused("no allowed CP size divides the lanes", "give another --static-cp-size")
-    for exchanges in exchanges_tried(policy, space, job):
+    for exchanges in exchanges_tried(policy, space, job, topology):
         base = Setting(
             policy=policy,
             topology=topology,
@@ -170,7 +173,7 @@ def settings_of(
             cp_comm_types=exchanges,
             pipeline_layers=model.pipeline_layers,
         )
-        sizes = _static_sizes(topology, space) if base.is_static else _largest_sizes(topology)
+        sizes = _static_sizes(topology, space) if base.is_static else _largest_sizes(topology, space)
         for cp_size in sizes:
             sized = replace(base, static_cp_size=cp_size) if base.is_static else replace(base, max_cp_size=cp_size)
             one = (_with_layers if is_block else _with_limits)(sized, space, job)
@@ -203,10 +206,10 @@ def why_no_pool(model: ModelShape, topology: Topology) -> str | None:
 def variants(setting: Setting, space: Space, job: SweepJob) -> tuple[Setting, ...]:
     """Return `setting` with other exchanges, and with less large groups whose communicators leave memory for tokens."""
     found: list[Setting] = []
-    for exchanges in exchanges_tried(setting.policy, space, job):
+    for exchanges in exchanges_tried(setting.policy, space, job, setting.topology):
         sizes: tuple[int | None, ...] = (setting.max_cp_size,)
         if not setting.is_static and space.limits is None:
-            sizes += _largest_sizes(setting.topology, below=setting.max_cp_size or setting.topology.max_cp_size)
+            sizes += _largest_sizes(setting.topology, space, below=setting.max_cp_size or setting.topology.max_cp_size)
         limit = 0
         for cp_size in sizes:
             one = _with_limits(replace(setting, cp_comm_types=exchanges, max_cp_size=cp_size), space, job)
@@ -223,18 +226,19 @@ def variants(setting: Setting, space: Space, job: SweepJob) -> tuple[Setting, ..
     return tuple(one for one in dict.fromkeys(found) if one != setting)
 
 
-def exchanges_tried(policy: str, space: Space, job: SweepJob) -> tuple[tuple[CpCommType, ...], ...]:
-    """Return the sets of exchanges that are tried for a policy."""
-    return tuple(
-        dict.fromkeys(
-            exchanges_of_policy(policy, allowed, job.model, chain.from_iterable(job.batches))
-            for allowed in space.exchanges
-        )
-    )
+def exchanges_tried(policy: str, space: Space, job: SweepJob, topology: Topology) -> tuple[tuple[CpCommType, ...], ...]:
+    """Return the sets of exchanges that are tried for a policy; as in training, `auto` places nothing beside EP."""
+    found = []
+    for allowed in space.exchanges:
+        unplaced = tuple(name for name in allowed if topology.expert_lanes == 1 or not is_placed(name))
+        found.append(exchanges_of_policy(policy, unplaced or allowed, job.model, chain.from_iterable(job.batches)))
+    return tuple(dict.fromkeys(found))
 
 
-def _largest_sizes(topology: Topology, below: int | None = None) -> tuple[int | None, ...]:
+def _largest_sizes(topology: Topology, space: Space, below: int | None = None) -> tuple[int | None, ...]:
     """Return the largest CP sizes that groups may have, None for all, descending; those `below` a size."""
+    if space.max_cp_size is not None:
+        return (min(space.max_cp_size, topology.max_cp_size),) if below is None else ()
     sizes = tuple(1 << k for k in reversed(range(topology.max_cp_size.bit_length())))
     return (None, *sizes[1:]) if below is None else tuple(size for size in sizes if size < below)
 

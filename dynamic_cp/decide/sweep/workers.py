@@ -21,10 +21,10 @@ _Function = Callable[[Setting, SweepJob], _Result]
 
 
 class Run(Protocol):
-    """Calls a function for each setting, in order; `count` is called as often as one has ended."""
+    """Returns what a function gives of each setting, in order; `on_result` hears of each as soon as it is there."""
 
     def __call__(
-        self, function: _Function[_Result], settings: Sequence[Setting], count: Callable[[], None]
+        self, function: _Function[_Result], settings: Sequence[Setting], on_result: Callable[[Setting, _Result], None]
     ) -> list[_Result]: ...
 
 
@@ -34,28 +34,32 @@ def workers(job: SweepJob, num_processes: int) -> Iterator[Run]:
     if num_processes <= 1:
 
         def run_here(
-            function: _Function[_Result], settings: Sequence[Setting], count: Callable[[], None]
+            function: _Function[_Result], settings: Sequence[Setting], on_result: Callable[[Setting, _Result], None]
         ) -> list[_Result]:
             results = []
             for setting in settings:
                 results.append(function(setting, job))
-                count()
+                on_result(setting, results[-1])
             return results
 
-        yield run_here
+        with sigterm_as_an_exception():
+            yield run_here
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads that draw the progress
     with _nothing_from_the_working_folder():
         pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_start, initargs=(job, os.getpid()))
 
-        def run(function: _Function[_Result], settings: Sequence[Setting], count: Callable[[], None]) -> list[_Result]:
-            futures = [pool.submit(_call, function, setting) for setting in settings]
-            for _ in as_completed(futures):
-                count()
+        def run(
+            function: _Function[_Result], settings: Sequence[Setting], on_result: Callable[[Setting, _Result], None]
+        ) -> list[_Result]:
+            futures = {pool.submit(_call, function, setting): setting for setting in settings}
+            for future in as_completed(futures):
+                if future.exception() is None:
+                    on_result(futures[future], future.result())
             return [future.result() for future in futures]
 
         try:
-            with _sigterm_as_an_exception():
+            with sigterm_as_an_exception():
                 yield run
         except BaseException:
             for process in multiprocessing.active_children():  # what they compute is for nobody now
@@ -66,7 +70,7 @@ def workers(job: SweepJob, num_processes: int) -> Iterator[Run]:
 
 
 @contextmanager
-def _sigterm_as_an_exception() -> Iterator[None]:
+def sigterm_as_an_exception() -> Iterator[None]:
     """Have SIGTERM unwind this process: those that it started end first, and their semaphores are given back."""
 
     def leave(number: int, _frame: FrameType | None) -> None:

@@ -65,6 +65,7 @@ _MOE_TESTING = "it is for measuring, training with it learns nothing"
 _GRAPHS = "shapes change with every micro-batch"
 _OFFLOAD = "activations and weights stay on their device"
 _PRECISION = "train in fp32 or --bf16"
+_ALONE = "each document already is a sequence of its own"
 
 
 def _field(flag: str, reason: str, field: str = "", off: tuple[Any, ...] = ()) -> Unsupported:
@@ -76,22 +77,16 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     _field("--fp8-param-gather", "weights are kept in bfloat16", field="fp8_param"),
     _field("--fp4-format", "matrix products are in bfloat16, or by --fp8-format in FP8", field="fp4"),
     _field("--moe-expert-capacity-factor", _DROPPED, off=(-1,)),
-    _field("--moe-pad-expert-input-to-capacity", _DROPPED),
-    _field("--moe-token-dropping", _DROPPED),
-    _field("--moe-shared-expert-overlap", _MOE_OVERLAP),
-    _field("--overlap-moe-expert-parallel-comm", _MOE_OVERLAP),
-    _field("--moe-permute-fusion", _MOE_FUSED),
-    _field("--moe-router-fusion", _MOE_FUSED),
+    *(_field(flag, _DROPPED) for flag in ("--moe-pad-expert-input-to-capacity", "--moe-token-dropping")),
+    *(_field(flag, _MOE_OVERLAP) for flag in ("--moe-shared-expert-overlap", "--overlap-moe-expert-parallel-comm")),
+    *(_field(flag, _MOE_FUSED) for flag in ("--moe-permute-fusion", "--moe-router-fusion")),
     _field("--moe-use-legacy-grouped-gemm", "--moe-grouped-gemm takes TransformerEngine's"),
     _field("--moe-enable-deepep", "--moe-token-dispatcher-type is alltoall"),
     _field("--moe-layer-recompute", "--recompute-granularity selective --recompute-modules moe takes its place"),
     _field("--moe-input-jitter-eps", "what is drawn would follow the packing"),
     _field("--moe-router-force-load-balancing", _MOE_TESTING),
-    _field("--moe-apply-probs-on-input", _UNTESTED),
-    _field("--moe-latent-size", _UNTESTED),
-    _field("--moe-enable-routing-replay", _UNTESTED),
-    _field("--moe-router-padding-for-quantization", _PRECISION),
-    _field("--moe-router-padding-for-fp8", _PRECISION),
+    *(_field(f"--moe-{what}", _UNTESTED) for what in ("apply-probs-on-input", "latent-size", "enable-routing-replay")),
+    *(_field(f"--moe-router-padding-for-{what}", _PRECISION) for what in ("quantization", "fp8")),
     _field("--moe-router-topk-limited-devices", "--moe-router-num-groups and --moe-router-group-topk take its place"),
     Unsupported("--moe-use-upcycling", "--load takes checkpoints of the same model"),
     Unsupported("--hybrid-attention-ratio", "--hybrid-override-pattern names the layers one by one", off=(0,)),
@@ -100,13 +95,10 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "--hierarchical-context-parallel-sizes",
         "--cp-comm-type a2a+p2p takes its place, with sizes from --dynamic-cp-inner-sizes",
     ),
-    Unsupported("--use-custom-fsdp", _FSDP),
-    Unsupported("--use-megatron-fsdp", _FSDP),
-    Unsupported("--use-torch-fsdp2", _FSDP),
+    *(Unsupported(f"--use-{kind}", _FSDP) for kind in ("custom-fsdp", "megatron-fsdp", "torch-fsdp2")),
     Unsupported("--num-distributed-optimizer-instances", "the lanes form one optimizer instance", off=(1,)),
     Unsupported("--use-tp-pp-dp-mapping", "it puts neighbouring lanes on different nodes"),
-    _field("--enable-cuda-graph", _GRAPHS),
-    _field("--external-cuda-graph", _GRAPHS),
+    *(_field(flag, _GRAPHS) for flag in ("--enable-cuda-graph", "--external-cuda-graph")),
     _field("--cuda-graph-impl", _GRAPHS, off=("none",)),
     _field("--tp-comm-overlap", "its buffers have one fixed length"),
     _field("--cpu-offloading", _OFFLOAD),
@@ -118,8 +110,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     _field("--apply-query-key-layer-scaling", "it needs fp16 training"),
     _field("--heterogeneous-layers-config-path", _UNTESTED, field="heterogeneous_block_specs"),
     _field("--use-kitchen-config-file", _UNTESTED, field="use_kitchen"),
-    Unsupported("--reset-position-ids", "each document already is a sequence of its own"),
-    Unsupported("--reset-attention-mask", "each document already is a sequence of its own"),
+    Unsupported("--yaml-cfg", "flags come from the command line; pretrain_gpt.py of this project also reads @FILE"),
+    *(Unsupported(f"--reset-{what}", _ALONE) for what in ("position-ids", "attention-mask")),
 )
 
 # Fields of TransformerConfig that may differ from a plain config: those tested against stock megatron-core, what

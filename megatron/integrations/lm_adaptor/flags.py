@@ -61,7 +61,6 @@ REFUSED: tuple[Unsupported, ...] = (
     ),
     Unsupported("--dynamic-cp-pool", f"it was not checked in a checkout {_OURS}", off=("off",)),
     Unsupported("--fp8-format", f"it was not checked in a checkout {_OURS}", "fp8"),
-    Unsupported("--yaml-cfg", "give the flags on the command line"),
     Unsupported("--perform-rl-step", _LOOP),
     Unsupported("--inprocess-restart", _LOOP),
     Unsupported("--iterations-to-skip", _LOOP, off=([],)),

@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from dynamic_cp import __version__
 from dynamic_cp.search.planner_process import die_with_parent
 from megatron.dynamic_cp.agreement.messages import all_gather_bytes
 from megatron.dynamic_cp.agreement.verify import collective_device, run_on_rank_zero
@@ -301,6 +302,7 @@ def _of_all_ranks(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
 
 def _run_values(trainable: Trainable, position: Position) -> dict[str, Any]:
     return {
+        "version": __version__,
         "iteration": position.iteration,
         "consumed_samples": position.consumed_samples,
         "coefficients": position.coefficients,

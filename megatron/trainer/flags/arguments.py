@@ -10,7 +10,9 @@ than it saves. Recovery: --bias-swiglu-fusion and its kin on CPU ranks; none for
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from dynamic_cp.errors import InvalidInputError
@@ -27,13 +29,8 @@ GROUPS = (
 """In the order of --help."""
 # Megatron-LM's switches for what always holds here. Scripts have them, so they are accepted, without effect.
 ALREADY_SO = (
-    "--use-mcore-models",
-    "--use-dist-ckpt",
-    "--calculate-per-token-loss",
-    "--no-masked-softmax-fusion",
-    "--no-persist-layer-norm",
-    "--no-rope-fusion",
-    "--use-varlen-dataset",
+    *("--use-mcore-models", "--use-dist-ckpt", "--calculate-per-token-loss", "--no-masked-softmax-fusion"),
+    *("--no-persist-layer-norm", "--no-rope-fusion", "--use-varlen-dataset"),
 )
 
 
@@ -46,22 +43,37 @@ def parse_args(argv: Sequence[str] | None = None, world_size: int | None = None)
     """Return the settings of a run, checked and complete; errors are the same on every rank.
 
     Args:
-        argv: words of the command line; None: sys.argv.
+        argv: words of the command line, of which @FILE stands for the flags in FILE; None: sys.argv.
         world_size: ranks of the job; None: the launcher's WORLD_SIZE, or 1.
 
     Raises:
         DynamicCPError: a flag is unknown, malformed or unsupported, or two values disagree.
     """
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_args([*_with_files(sys.argv[1:] if argv is None else argv)])
     args.world_size = world_size if world_size is not None else environment_number("WORLD_SIZE", 1)
     return checked_settings(args)
+
+
+def _with_files(words: Sequence[str]) -> Iterator[str]:
+    """Yield `words`, with the flags in FILE, written as in a shell, in the place of @FILE."""
+    for word in words:
+        if not word.startswith("@"):
+            yield word
+            continue
+        try:
+            with open(word[1:], encoding="utf-8") as file:
+                yield from shlex.split(file.read(), comments=True)
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(
+                f"cannot read flags from {word}: {error}: give a file that `dynamic-cp sweep --output` wrote"
+            ) from error
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all flags; abbreviations are not accepted."""
     parser = _Parser(
         prog="pretrain_gpt.py",
-        description="Train a GPT with megatron-core and dynamic context parallelism.",
+        description="Train a GPT with megatron-core and dynamic context parallelism. @FILE: the flags in FILE.",
         allow_abbrev=False,
     )
     for title in GROUPS:

@@ -208,8 +208,8 @@ from multiprocessing import active_children
 from dynamic_cp.decide.sweep import workers
 
 if __name__ == "__main__":
-    with workers.workers(None, 2) as run:
-        def tell():
+    with workers.workers("a job", 2) as run:
+        def tell(setting, result):
             print(*(one.pid for one in active_children()), flush=True)
             os.kill(os.getpid(), int(sys.argv[1]))
         run(print, [None, None], tell)
@@ -889,3 +889,49 @@ def test_a_pool_is_tuned_like_any_policy_and_its_line_has_its_flag(capsys: pytes
     printed = capsys.readouterr().out
     assert re.search(r"pool .*PP 2", printed)
     assert "with-pool" in printed
+
+
+@pytest.mark.parametrize(("max_cp_size", "static_cp_size"), [(2, 4), (4, 8)])
+def test_what_a_sweep_recommends_can_be_looked_at(max_cp_size, static_cp_size, tmp_path, capsys):
+    """By options of a given layout: groups of all sizes would take memory from tokens."""
+    topology = Topology(num_lanes=8)
+    job = replace(JOB, max_seqlen=9000, batches=JOB.batches[:1])
+    space = replace(SPACE, max_cp_size=max_cp_size)
+    settings = settings_of(topology, "full", "dynamic", space, job)
+    assert {setting.max_cp_size for setting in settings} == {max_cp_size}
+    setting = settings[0]
+    assert setting.max_tokens_per_rank > settings_of(topology, "full", "dynamic", SPACE, job)[0].max_tokens_per_rank
+    expected = evaluate(setting, job)
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(str(sample.seqlen) for sample in job.batches[0]))
+    layout = f"--lengths {path} --lanes 8 --recompute full --max-tokens-per-rank {setting.max_tokens_per_rank}"
+    layout += f" --cp-comm-type {setting.cp_comm_type}"
+    limited = f"{layout} --max-dynamic-cp-size {max_cp_size}"
+    planned = json.loads(ran(f"plan {limited} --json -", capsys))
+    assert (planned["max_cp_size"], planned["predicted_s"]) == (max_cp_size, expected.iteration_s)
+    every = json.loads(ran(f"plan {layout} --json -", capsys))
+    assert every["peak_parts_bytes"]["communicators"] > planned["peak_parts_bytes"]["communicators"]
+
+    # The size is one of dynamic groups: static CP is compared at its own.
+    words = f"simulate {limited} --static-cp-size {static_cp_size} --policy dynamic,balanced --json -"
+    simulated = json.loads(ran(words, capsys))["policies"]
+    assert simulated["dynamic"]["mean"]["iteration_s"] == expected.iteration_s
+    assert simulated["balanced"]["setting"]["static_cp_size"] == static_cp_size
+    static = f"plan {limited} --static-cp-size {static_cp_size} --policy balanced --json -"
+    assert json.loads(ran(static, capsys))["cp_histogram"].keys() == {str(static_cp_size)}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--lanes 4 --max-dynamic-cp-size 8", "--max-dynamic-cp-size is 8, the largest group of 4 lanes has 4"),
+        ("--lanes 4 --max-dynamic-cp-size 3", "--max-dynamic-cp-size 3 is not a power of two"),
+        ("--gpus 8 --tp 1 --max-dynamic-cp-size 0", "--max-dynamic-cp-size is 0, at least 1 is needed"),
+        ("--gpus 8 --tp 1 --pp 1 --max-dynamic-cp-size 3", "--max-dynamic-cp-size 3 is not a power of two"),
+    ],
+)
+def test_a_largest_cp_size_that_cannot_be_is_one_error(words, says, capsys):
+    given = f"plan --lengths sft_short --global-batch-size 8 {words}"
+    assert cli.main(given.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
