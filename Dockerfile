@@ -55,7 +55,7 @@ ARG TE
 ENV PIP_CONSTRAINT=
 COPY --from=transformer-engine /wheels /wheels
 RUN pip install --no-cache-dir --no-deps --force-reinstall /wheels/transformer_engine*.whl
-# Kernels of hybrids; what they need is NGC's.
+# Kernels of hybrids; what they need is NGC's. On Hopper its Triton must be 3.7.1 or newer (docs/GPU.md#versions), or a start says so.
 RUN pip install --no-cache-dir --no-deps fla-core==0.6.0
 COPY docker/constraints.txt /opt/dynamic-cp/docker/
 RUN python3 -c "import numpy, torch; print(f'numpy=={numpy.__version__}')" > /tmp/kept.txt \

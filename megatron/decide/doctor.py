@@ -7,12 +7,15 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dynamic_cp.decide.doctor import Check, version_of
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import LinearAttention
+from dynamic_cp.types.linear_attention import LinearKind
 from megatron.dynamic_cp.attention.te.support import NEWEST, release_of, untested
 from megatron.dynamic_cp.repairs import releases, triton_imports
 
@@ -26,6 +29,7 @@ def checks() -> Iterator[Check]:
     yield _megatron_core()
     yield _psutil()
     yield _apex()
+    yield hybrids()
     yield _store()
 
 
@@ -100,6 +104,60 @@ def _apex() -> Check:
         "neither TransformerEngine nor apex: attention and optimizer of plain torch",
         "pip install 'megatron-dynamic-cp[te]'" if torch.cuda.device_count() else "",
     )
+
+
+class Together(NamedTuple):
+    """Versions that work together: what the wheels of a torch bring."""
+
+    torch: str
+    triton: str
+    cuda: str
+
+
+TOGETHER = (
+    Together("2.7", "3.3.1", "12"),
+    Together("2.8", "3.4.0", "12"),
+    Together("2.9", "3.5.1", "12"),
+    Together("2.10", "3.6.0", "12"),
+    Together("2.11", "3.6.0", "13"),
+    Together("2.12", "3.7.0", "13"),
+    Together("2.13", "3.7.1", "13"),
+)
+"""Source: requirements of the wheels for Linux on PyPI, 2026-11-29."""
+_KINDS: tuple[LinearKind, ...] = ("gated_delta_net", "mamba2")
+_HOPPER = (9, 0)
+
+
+def table_of_versions() -> list[str]:
+    """Return the lines of docs/GPU.md#versions."""
+    from megatron.dynamic_cp.attention.linear.kernels import why_not_triton
+
+    rows = ["| wheels of | Triton | CUDA | hybrids on Hopper |", "| --- | --- | --- | --- |"]
+    for one in TOGETHER:
+        trained = [kind for kind in _KINDS if why_not_triton(one.triton, _HOPPER, _sizes(kind)) is None]
+        words = "yes" if len(trained) == len(_KINDS) else "no: Triton"
+        rows.append(f"| torch {one.torch} | {one.triton} | {one.cuda} | {words} |")
+    return rows
+
+
+def hybrids() -> Check:
+    """Return what layers of linear attention lack on this machine's GPUs."""
+    name = "kernels of hybrids"
+    if not torch.cuda.device_count():
+        return Check(name, "ok", "products of torch, on CPU ranks")
+    try:
+        from megatron.dynamic_cp.attention.linear.kernels import why_not
+    except ImportError as error:
+        return Check(name, "broken", f"cannot be imported: {error}", "pip install 'megatron-dynamic-cp[train]'")
+    for kind in _KINDS:
+        if obstacle := why_not(torch.device("cuda", 0), _sizes(kind)):
+            problem, _, remedy = obstacle.partition("; ") if "; " in obstacle else obstacle.partition(": ")
+            return Check(name, "note", f"flash-linear-attention {problem}", remedy)
+    return Check(name, "ok", f"fla-core {version_of('fla-core') or 'found'}, Triton {version_of('triton') or 'found'}")
+
+
+def _sizes(kind: LinearKind) -> LinearAttention:
+    return LinearAttention(kind=kind, num_heads=2, num_groups=1, key_size=64, value_size=64)
 
 
 def _store() -> Check:

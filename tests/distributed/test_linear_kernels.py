@@ -6,12 +6,14 @@ import ast
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.types import LinearAttention, ModelShape, PlanOptions, StateExchange, Topology
+from megatron.decide.doctor import TOGETHER, table_of_versions
 from megatron.dynamic_cp.attention.linear import kernels, states, thd
-from megatron.dynamic_cp.attention.linear.kernels import check_linear_kernel
+from megatron.dynamic_cp.attention.linear.kernels import check_linear_kernel, why_not_triton
 from megatron.dynamic_cp.attention.linear.layer import keeps_by_hooks
 from megatron.dynamic_cp.attention.linear.portable import PORTABLE
 from megatron.dynamic_cp.attention.linear.recurrence import NORM_EPSILON, Runs, Steps
@@ -234,6 +237,65 @@ def test_gpus_need_flash_linear_attention() -> None:
     with pytest.raises(UnsupportedFeatureError, match="runs on CUDA devices only: train"):
         kernels.choose_linear_kernel(torch.device("meta"), delta)
     assert kernels.choose_linear_kernel(torch.device("cpu"), delta) is PORTABLE
+
+
+REFUSED = ["3.4.0", "3.5.1", "3.6.0", "3.7.0"]
+"""Releases of Triton whose gated gradients are wrong on Hopper; fla-core raises in backward."""
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
+def test_a_triton_that_cannot_train_is_named_at_start(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"triton": "", "capability": (9, 0), "tilelang": False}
+
+    def find(package: str) -> object:
+        return object() if package != "tilelang" or installed["tilelang"] else None
+
+    functions = SimpleNamespace(**dict.fromkeys(kernels.FUNCTIONS))
+    modules = {"triton": lambda: SimpleNamespace(__version__=installed["triton"])}
+    monkeypatch.setattr(kernels, "find_spec", find)
+    monkeypatch.setattr(kernels, "import_module", lambda name: modules.get(name, lambda: functions)())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: installed["capability"])
+    sizes = LAYERS[kind]
+
+    def why_not(triton: str, capability: tuple[int, int] = (9, 0), *, tilelang: bool = False) -> str | None:
+        installed.update(triton=triton, capability=capability, tilelang=tilelang)
+        return kernels.why_not(CUDA, sizes)
+
+    for version in REFUSED:
+        said = f"refuses to train {kind} on a Hopper GPU with Triton {version}, .* Triton 3.7.1 or newer .torch 2.13"
+        assert re.match(said, str(why_not(version)))
+        assert (why_not(version, tilelang=True) is None) == (kind == "gated_delta_net")
+        assert why_not(version, (8, 0)) is why_not(version, (10, 0)) is None
+    assert all(why_not(version) is None for version in ("3.3.1", "3.7.1", "3.8.0"))
+    assert why_not("3.2.0", (8, 0)) == "needs Triton 3.3 or newer, 3.2.0 is installed: docs/GPU.md#versions"
+    kernels.choose_linear_kernel.cache_clear()
+    installed.update(triton="3.6.0", capability=(9, 0), tilelang=False)
+    with pytest.raises(UnsupportedFeatureError, match="find no kernel: flash-linear-attention refuses to train"):
+        kernels.choose_linear_kernel(CUDA, sizes)
+
+
+def test_what_another_package_refuses_at_start_is_one_line() -> None:
+    """Not a traceback of its own; memory that is out stays what it is."""
+
+    def check(error: Exception) -> None:
+        def scan(*_args: Any, **_kwargs: Any) -> Any:
+            raise error
+
+        kernel = replace(PORTABLE, name="other", scan=scan)
+        check_linear_kernel(kernel, LAYERS["mamba2"], torch.float32, torch.device("cpu"))
+
+    for refusal in (RuntimeError("Triton 1\n on this GPU"), AssertionError("K <= 256"), NotImplementedError()):
+        with pytest.raises(UnsupportedFeatureError, match=r"kernel other .* refuses what start-up checks: .*#versions"):
+            check(refusal)
+    with pytest.raises(torch.OutOfMemoryError):
+        check(torch.OutOfMemoryError("of 80 GiB"))
+
+
+def test_the_page_on_gpus_has_the_table_of_versions() -> None:
+    page = (Path(__file__).parents[2] / "docs/GPU.md").read_text(encoding="utf-8")
+    assert "\n".join(table_of_versions()) in page
+    refused = [one.triton for one in TOGETHER if why_not_triton(one.triton, (9, 0), LAYERS["mamba2"])]
+    assert set(refused) == set(REFUSED)
 
 
 TOKENS, HIDDEN = 512, 64

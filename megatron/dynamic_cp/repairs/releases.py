@@ -14,11 +14,15 @@ import platform
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 
+T = TypeVar("T")
 _SHOWN = 200
 """Characters of TransformerEngine's error that a message quotes."""
 
@@ -207,3 +211,26 @@ def two_cudnns(maps: Path = Path("/proc/self/maps")) -> str:
     except OSError:
         return ""
     return " and ".join(folders) if len(folders) > 1 else ""
+
+
+@contextmanager
+def refusals_named(who: str) -> Iterator[None]:
+    """Raise what another package refuses in the body as an UnsupportedFeatureError of one line. Errors of memory, the
+    device and lost ranks pass: they are RuntimeErrors of their own kinds.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, AssertionError) as error:
+        kinds = RuntimeError, NotImplementedError
+        if isinstance(error, DynamicCPError) or (isinstance(error, RuntimeError) and type(error) not in kinds):
+            raise
+        said = " ".join(str(error).split())[:_SHOWN] or type(error).__name__
+        raise UnsupportedFeatureError(
+            f"{who} refuses what start-up checks: {said}: docs/GPU.md#versions has versions that work together"
+        ) from error
+
+
+def each_named(who: str, results: Iterator[T]) -> Iterator[T]:
+    """Yield `results`, what `refusals_named` raises among them."""
+    with refusals_named(who):
+        yield from results

@@ -32,6 +32,7 @@ from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
 from megatron.dynamic_cp.attention.kernels import portable as kernels_portable
 from megatron.dynamic_cp.attention.kernels import ranged as kernels_ranged
 from megatron.dynamic_cp.attention.packs import Pack
+from megatron.dynamic_cp.repairs.releases import each_named
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,8 @@ def check_kernel(
     worst = 0.0
     for step, pack in packs.items():
         inputs = _inputs(pack, device, dtype, heads, kv_heads, head_dim)
-        results = zip(_NAMES, _results(kernel, inputs, pack), _results(PORTABLE, inputs, pack), strict=True)
+        found = each_named(f"attention kernel {kernel.name}", _results(kernel, inputs, pack))
+        results = zip(_NAMES, found, _results(PORTABLE, inputs, pack), strict=True)
         # Results are computed one by one: backward never runs with a wrong log-sum-exp.
         for name, actual, expected in results:
             error = _error(actual, expected)

@@ -29,6 +29,7 @@ from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.portable import PORTABLE
 from megatron.dynamic_cp.attention.linear.recurrence import NORM_EPSILON, LinearKernel, Runs, Steps, state_dtype
 from megatron.dynamic_cp.attention.linear.states import summaries
+from megatron.dynamic_cp.repairs.releases import each_named
 
 RELEASE = "0.6.0"  # of fla-core, with which this was tried
 FUNCTIONS = {
@@ -40,6 +41,10 @@ FUNCTIONS = {
 """What is called, and where it is."""
 MOST_KEY_SIZE = 256
 """The widest keys that its gated delta rule takes."""
+OLDEST_TRITON = "3.3"
+REFUSED_TRITON = "3.4", "3.7.1"
+"""Releases of Triton, the first of them and the first behind them, whose gated gradients are wrong on Hopper (its issue
+640). There it raises in backward; with tilelang it computes those of a gated delta net, none of Mamba-2."""
 _INSTALL = f"install it with pip install 'fla-core[cuda]=={RELEASE}'"
 logger = logging.getLogger(__name__)
 TOLERANCE = 0.05
@@ -64,6 +69,9 @@ def why_not(device: torch.device, sizes: LinearAttention) -> str | None:
     for package in ("triton", "fla"):
         if find_spec(package) is None:
             return f"needs {package}, which is not installed; {_INSTALL}"
+    installed: str = import_module("triton").__version__
+    if (obstacle := why_not_triton(installed, torch.cuda.get_device_capability(device), sizes)) is not None:
+        return obstacle
     for name, module in FUNCTIONS.items():
         try:
             missing = not hasattr(import_module(module), name)
@@ -72,6 +80,22 @@ def why_not(device: torch.device, sizes: LinearAttention) -> str | None:
         if missing:
             return f"lacks {name} in {module}; {_INSTALL}"
     return None
+
+
+def why_not_triton(installed: str, capability: tuple[int, int], sizes: LinearAttention) -> str | None:
+    """Return why a release of Triton cannot compute such layers on a device of this compute capability."""
+    from packaging.version import Version  # comes with megatron-core
+
+    release, (first, behind) = Version(installed), map(Version, REFUSED_TRITON)
+    if release < Version(OLDEST_TRITON):
+        return f"needs Triton {OLDEST_TRITON} or newer, {installed} is installed: docs/GPU.md#versions"
+    if capability[0] != 9 or not first <= release < behind or (sizes.has_delta_rule and find_spec("tilelang")):
+        return None
+    tilelang = ", or pip install tilelang" if sizes.has_delta_rule else ", which tilelang does not help here"
+    return (
+        f"refuses to train {sizes.kind} on a Hopper GPU with Triton {installed}, whose gradients would be wrong: take "
+        f"Triton {REFUSED_TRITON[1]} or newer (torch 2.13 brings it){tilelang}; docs/GPU.md#versions"
+    )
 
 
 def _function(name: str):  # type: ignore[no-untyped-def]
@@ -161,9 +185,8 @@ def check_linear_kernel(
     runs = Runs.build(_LENGTHS, device)
     inputs = _inputs(sizes, dtype, device)
     worst = 0.0
-    for (name, actual), (_, expected) in zip(
-        _results(kernel, inputs, runs), _results(PORTABLE, inputs, runs), strict=True
-    ):
+    found = each_named(f"kernel {kernel.name} of linear attention", _results(kernel, inputs, runs))
+    for (name, actual), (_, expected) in zip(found, _results(PORTABLE, inputs, runs), strict=True):
         error = float((actual.float() - expected.float()).norm() / expected.float().norm())
         if actual.shape != expected.shape or not error <= TOLERANCE:  # also when it is not a number
             raise UnsupportedFeatureError(
