@@ -1,8 +1,5 @@
-"""Checks of an installation: what is wrong, and how to fix it.
-
-Versions come from package metadata, so nothing heavy is imported here. The training side adds its own checks, which
-import torch, through the entry point group `dynamic_cp.doctor` (`megatron/decide/doctor.py`).
-"""
+"""Checks an installation: what is wrong, and how to fix it. Versions come from package metadata, so nothing heavy is
+imported. Checks that import torch join by the entry point group `dynamic_cp.doctor` (`megatron/decide/doctor.py`)."""
 
 from __future__ import annotations
 
@@ -22,14 +19,8 @@ _GPU_QUERY_TIMEOUT_S = 10
 
 
 class Check(NamedTuple):
-    """One finding.
-
-    Attributes:
-        name: what was looked at.
-        state: ok; note: something optional is missing or slow; broken: a command will fail.
-        detail: version, number or what is wrong.
-        remedy: what to do; empty when nothing has to be.
-    """
+    """One finding. "note": something optional is missing or slow; "broken": a command will fail. `detail` is a version,
+    a number or what is wrong; `remedy` is what to do, "" if nothing."""
 
     name: str
     state: State
@@ -38,7 +29,7 @@ class Check(NamedTuple):
 
 
 def base_checks() -> tuple[Check, ...]:
-    """Return the checks of what planning needs, in the order in which they are shown."""
+    """Return the checks of what planning needs, in the order of display."""
     return (
         _python(),
         _package("numpy", at_least=(1, 26)),
@@ -63,7 +54,7 @@ def base_checks() -> tuple[Check, ...]:
 
 
 def training_packages() -> tuple[Check, ...]:
-    """Return what is installed of the training side, without importing any of it."""
+    """Return what is installed of the training side, without importing it."""
     lacks = "needed for training only"
     return (
         _package("torch", lacks=lacks, extra="train", needed=False),
@@ -73,7 +64,7 @@ def training_packages() -> tuple[Check, ...]:
 
 
 def other_checks() -> tuple[Check, ...]:
-    """Return the checks of entry points; one that cannot be imported is a finding itself."""
+    """Return the checks of all entry points; one that cannot be imported is a finding itself."""
     found: list[Check] = []
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP), key=lambda one: one.name):
         try:
@@ -93,7 +84,6 @@ def other_checks() -> tuple[Check, ...]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of `package`; None: it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -101,7 +91,7 @@ def version_of(package: str) -> str | None:
 
 
 def _required_of(package: str) -> str:
-    """Return the versions of `package` that this project's own metadata name, as pip writes them; "": any."""
+    """Return the versions of `package` that this project's metadata require, as pip writes them; "": any."""
     try:
         required = importlib.metadata.requires("megatron-dynamic-cp") or []
     except importlib.metadata.PackageNotFoundError:  # run from its folder, without being installed
@@ -111,7 +101,7 @@ def _required_of(package: str) -> str:
 
 
 def _is_in(version: str, wanted: str) -> bool:
-    """Return whether `version` fulfils `wanted`; also if packaging is missing, which alone can tell."""
+    """Return whether `version` fulfils `wanted`; True if the package packaging, which alone can tell, is missing."""
     try:
         from packaging.specifiers import SpecifierSet
     except ImportError:

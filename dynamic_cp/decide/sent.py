@@ -1,4 +1,4 @@
-"""Bytes that the exchanges of a plan send, by link: of attention, and of linear attention by heads or by states."""
+"""Bytes that a plan's exchanges send by kind of link: attention, and linear attention by heads or by states."""
 
 from __future__ import annotations
 
@@ -22,18 +22,14 @@ from dynamic_cp.types import Bucket, Mask, Plan, Problem, Topology
 
 
 class SentBytes(NamedTuple):
-    """Bytes that all ranks send for attention in one iteration.
-
-    Attributes:
-        in_node, across_nodes: over links inside nodes, and to other nodes.
-    """
+    """Bytes that all ranks send for attention in one iteration, inside nodes and to other nodes."""
 
     in_node: float
     across_nodes: float
 
 
 _OfMasks = Mapping[Mask, TokenBytes]
-"""Mask -> what a token takes in all layers with it."""
+"""Mask -> bytes of a token in all layers with that mask."""
 
 
 def sent_by_plan(plan: Plan, problem: Problem) -> SentBytes:
@@ -41,14 +37,14 @@ def sent_by_plan(plan: Plan, problem: Problem) -> SentBytes:
     topology = problem.topology
     total = np.zeros(2)
     for stage in topology.stages_that_differ:
-        # Stages whose lanes lie on nodes alike are counted at once.
+        # Stages whose lanes lie on nodes in the same way are counted at once.
         alike = range(topology.pp_size) if len(topology.stages_that_differ) == 1 else range(stage, stage + 1)
         total += _sent_on_stage(plan, problem, alike, nodes_of(topology, stage))
     return SentBytes(*(topology.tp_size * total).tolist())
 
 
 def sent_by_bucket(bucket: Bucket, problem: Problem) -> Sent:
-    """Return what the lanes of a bucket send on one TP rank of each, all layers of the model together."""
+    """Return what the lanes of a bucket send in all layers of the model, for one TP rank of each lane."""
     tokens, stages = lane_tokens(bucket, problem.topology.rank_token_multiple), range(problem.topology.pp_size)
     sent = _sent(bucket, tokens, problem, _of_stages(problem, stages))
     layers = _linear_layers(problem, stages)
@@ -62,7 +58,7 @@ def nodes_of(topology: Topology, stage: int = 0) -> Ints:
 
 
 def _of_stages(problem: Problem, stages: range) -> _OfMasks:
-    """Return what a token takes in all layers of some stages, for those of each mask."""
+    """Return what a token takes in all layers of some stages, mask by mask."""
     node_lanes = lanes_in_one_node(problem.topology)
     layers = problem.model.stages(problem.topology.pp_size)[stages.start : stages.stop]
     by_mask: dict[Mask, list[TokenBytes]] = {}
@@ -73,16 +69,13 @@ def _of_stages(problem: Problem, stages: range) -> _OfMasks:
 
 
 def _linear_layers(problem: Problem, stages: range) -> float:
-    """Return the layers of some stages with linear attention."""
     of_stages = problem.model.stages(problem.topology.pp_size)[stages.start : stages.stop]
     return sum(stage.linear_attention.num_layers for stage in of_stages)
 
 
 def _sent_by_linear_attention(bucket: Bucket, problem: Problem, layers: float) -> Sent:
-    """Return what the lanes of a bucket send in so many layers with linear attention, of a TP rank of each.
-
-    Limit: lanes that share out heads unevenly are spread over all lanes alike.
-    """
+    """Return what the lanes of a bucket send in `layers` layers with linear attention, for one TP rank of each lane.
+    Limit: heads that lanes share unevenly are counted as spread evenly."""
     linear, cp_size = problem.model.linear_attention, bucket.cp_size
     assert linear is not None, "the model has such layers"
     sizes, element = linear.of_rank(problem.topology.tp_size), problem.options.element_bytes.exchanged
@@ -96,12 +89,12 @@ def _sent_by_linear_attention(bucket: Bucket, problem: Problem, layers: float) -
 
 
 def _sent_on_stage(plan: Plan, problem: Problem, stages: range, nodes: Ints) -> Floats:
-    """Return [link] -> bytes of one TP rank of each lane, in all layers of some stages."""
+    """Return [link] -> bytes that one TP rank of every lane sends, in all layers of some stages."""
     of_token, layers = _of_stages(problem, stages), _linear_layers(problem, stages)
     multiple, total = problem.topology.rank_token_multiple, np.zeros(2)
     again = problem.recomputed_share(stages) if "core_attn" in problem.options.repeated else 0.0
     times = np.array([1.0 + again, 1.0])
-    # Where all lanes of a bucket hold as much, its bytes are in proportion to that.
+    # If all lanes of a bucket hold equally many tokens, its bytes are proportional to them.
     of_one_token: dict[Bucket, Floats] = {}
     for bucket in plan.buckets:
         if bucket.cp_size == 1:

@@ -1,10 +1,8 @@
 """What a job may use: CP sizes, tokens of a bucket, and mechanisms (`types.allowed_exchanges`).
 
-    exchanges_of_policy(policy, allowed, ...)   what plans of a policy take of it: only dynamic ones are placed
-    resolve(problem, samples)                   what of it serves a batch, and what packers compare
-    problem_of_prices(problem)                  what prices of all these plans need
-
-Nothing else filters mechanisms or compares their names: everybody else asks `types.TRAITS`, or the mechanism.
+`exchanges_of_policy` says what plans of a policy take of the mechanisms (only dynamic plans are placed), `resolve` what
+of that serves a batch, `problem_of_prices` what the prices of all these plans need. Nothing else filters mechanisms or
+compares their names: others ask `types.TRAITS`, or the mechanism.
 """
 
 from __future__ import annotations
@@ -49,40 +47,38 @@ def allowed_cp_sizes(topology: Topology, options: PlanOptions) -> tuple[int, ...
 
 
 def capacity_tokens(cp_size: int, topology: Topology, options: PlanOptions) -> int:
-    """Return the largest sum of padded lengths (tokens, all ranks of the group) that a bucket of `cp_size` may hold.
-
-    A rank holds a multiple of 2 tokens (two zigzag chunks) if cp_size > 1, and of the topology's rank_token_multiple.
-    """
+    """Return the largest sum of padded lengths (over all lanes of the group) that a bucket of `cp_size` may hold. A
+    rank holds a multiple of the topology's rank_token_multiple, and of 2 (two zigzag chunks) if cp_size > 1."""
     unit = rank_multiple(cp_size, topology.rank_token_multiple)
     return options.max_tokens_per_rank // unit * unit * cp_size
 
 
 def may_span_all(topology: Topology, options: PlanOptions) -> bool:
-    """Return whether a bucket may span all lanes: any number of them, but more than one."""
+    """Return whether a bucket may span all lanes, however many; one lane alone does not count."""
     return topology.num_lanes > 1 and options.largest_cp_size(topology) == topology.max_cp_size
 
 
 def widest_bucket(topology: Topology, options: PlanOptions, *, places: bool) -> tuple[int, int]:
-    """Return (tokens that the bucket which holds most may hold, its lanes); all lanes where attention is placed."""
+    """Return (tokens, lanes) of the bucket that may hold most; if attention is placed, it may span all lanes."""
     sizes = (*allowed_cp_sizes(topology, options), *((topology.num_lanes,) if places else ()))
     return max((capacity_tokens(size, topology, options), size) for size in sizes)
 
 
 def limit_that_holds(seqlen: int, topology: Topology, options: PlanOptions) -> int:
-    """Return the limit of tokens per rank, no lower than that of `options`, at which a group holds `seqlen` tokens."""
+    """Return the token limit per rank at which the largest group holds `seqlen` tokens; at least that of `options`."""
     largest = allowed_cp_sizes(topology, options)[-1]
     padded = padded_seqlens((seqlen,), largest, topology.rank_token_multiple)[0]
     return max(options.max_tokens_per_rank, padded // largest)
 
 
 def token_capacity(cp_size: int, topology: Topology, options: PlanOptions) -> int:
-    """Return the padded tokens that a bucket of `cp_size` may hold; 0 where the options exclude the size."""
+    """Return `capacity_tokens`; 0 if the options exclude the size."""
     is_allowed = options.min_cp_size <= cp_size <= options.largest_cp_size(topology)
     return capacity_tokens(cp_size, topology, options) if is_allowed else 0
 
 
 def _check_states_follow(options: PlanOptions, model: ModelShape) -> None:
-    """Refuse placed attention where lanes may not pass on states of linear attention, which follow homes."""
+    """Refuse placed attention if states of linear attention, which follow the homes of tokens, may not be passed on."""
     placed = [name for name in options.cp_comm_types if is_placed(name)]
     if placed and model.linear_attention is not None and options.state_exchange == "heads":
         raise UnsupportedFeatureError(
@@ -94,18 +90,16 @@ def _check_states_follow(options: PlanOptions, model: ModelShape) -> None:
 
 
 def may_place(topology: Topology, options: PlanOptions) -> bool:
-    """Return whether plans may have placed micro-batches; not where they would cut blocks that share experts."""
+    """Return whether micro-batches may be placed; not if that would cut blocks of lanes that share experts."""
     return any(map(is_placed, options.cp_comm_types)) and topology.expert_lanes == 1 and may_span_all(topology, options)
 
 
 def exchanges_of_policy(
     policy: str, allowed: tuple[CpCommType, ...], model: ModelShape, samples: Iterable[Sample] = ()
 ) -> tuple[CpCommType, ...]:
-    """Return the allowed mechanisms that plans of a policy use: only dynamic plans are placed.
-
-    Where only placed attention is allowed, other policies use the ring and a2a, or with windows a2a and an all-gather,
-    as far as these serve the masks of `samples`: they need no communicators besides those of the CP sizes.
-    """
+    """Return the mechanisms that plans of a policy use: the allowed ones, but only dynamic plans are placed. If only
+    placed attention is allowed, other policies use the ring and a2a, or with windows a2a and an all-gather, as far as
+    these serve the masks of `samples`. They need no communicators besides those of the CP sizes."""
     if policy == "dynamic" or not all(map(is_placed, allowed)):
         return allowed
     others = (Ring.name, AllToAll.name) if model.window is None else (AllToAll.name, AllGather.name)
@@ -113,13 +107,13 @@ def exchanges_of_policy(
 
 
 def packed_exchanges(allowed: tuple[CpCommType, ...], model: ModelShape) -> tuple[CpCommType, ...]:
-    """Return the mechanisms that packers choose from: those with closed forms, or a guess where none is allowed."""
+    """Return the mechanisms that packers choose from: allowed ones with closed forms, else one as a guess."""
     known = tuple(name for name in allowed if not is_placed(name))
     return known or (serves_any_size(has_windows=model.window is not None),)
 
 
 def problem_of_prices(problem: Problem) -> Problem:
-    """Return the problem of a cost model that prices all plans, also those that packers guess and static ones."""
+    """Return the problem of a cost model that prices all plans, also static ones and those that packers guess."""
     allowed = problem.options.cp_comm_types
     names = tuple(dict.fromkeys((*packed_exchanges(allowed, problem.model), *allowed)))
     return replace(problem, options=replace(problem.options, cp_comm_types=names))
@@ -130,13 +124,12 @@ class Resolved:
     """What plans of one batch may use.
 
     Attributes:
-        options: of its plans; of the mechanisms those that serve its samples.
+        options: those of its plans, with the mechanisms that serve its samples.
         priced: `options` with mechanisms that have closed forms, by which candidates are compared.
-        packed: `priced` for packers; their limit of tokens is higher where nothing that they know holds the longest
-            sample.
+        packed: `priced` for packers, at a higher token limit if no mechanism known to them holds the longest sample.
         places: micro-batches may be placed.
         is_guess: candidates only say which samples lie together: their mechanism is not allowed, or they hold too much.
-        tries_ring_alone: packers also search for the ring alone.
+        tries_ring_alone: packers also search with the ring alone.
         proves: the exact search proves the best packing, or finds a faster one.
     """
 
@@ -150,15 +143,9 @@ class Resolved:
 
 
 def resolve(problem: Problem, samples: Sequence[Sample]) -> Resolved:
-    """Return what plans of a batch may use: what its options allow, its policy takes and its samples need.
-
-    Args:
-        samples: of the batch, the longest first.
-
-    Raises:
-        UnsupportedFeatureError: no allowed mechanism serves the batch, or only placed attention, which would cut blocks
-            of lanes that share experts.
-    """
+    """Return what plans of a batch may use: what options allow, the policy takes and the samples (longest first) need.
+    UnsupportedFeatureError: nothing allowed serves the batch, or only placed attention, which would cut blocks of
+    experts."""
     topology, model, longest = problem.topology, problem.model, samples[0].seqlen
     is_dynamic, is_exact = problem.policy == "dynamic", problem.options.search == "exact"
     places = is_dynamic and may_place(topology, problem.options)
@@ -192,13 +179,13 @@ def resolve(problem: Problem, samples: Sequence[Sample]) -> Resolved:
 
 
 def _unplaced(options: PlanOptions) -> PlanOptions:
-    """Return options of plans that are not placed, where they allow anything else."""
+    """Return `options` without placed attention, if they allow anything else."""
     others = tuple(name for name in options.cp_comm_types if not is_placed(name))
     return replace(options, cp_comm_types=others) if others else options
 
 
 def _held_tokens(options: PlanOptions, problem: Problem) -> int:
-    """Return the tokens that the largest bucket holds which a closed form of `options` serves; 0: none is served."""
+    """Return the tokens of the largest bucket that a mechanism with a closed form serves; 0: there is none."""
     topology, sharing = problem.topology, Sharing.of(problem.model, problem.topology, options)
 
     def is_served(cp_size: int) -> bool:
@@ -210,15 +197,10 @@ def _held_tokens(options: PlanOptions, problem: Problem) -> int:
 
 
 def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanOptions) -> PlanOptions:
-    """Return `options` with those of its mechanisms that serve the masks of `samples` and the windows of `model`, or
-    for one lane if none does.
-
-    Raises:
-        UnsupportedFeatureError: no mechanism serves the batch, and a sample is too long for one lane or plans must use
-            several; attention is placed, and lanes may not pass on states of linear attention; samples bring masks
-            that states of linear attention cannot follow; samples bring masks, and attention of the model is not
-            causal or has windows through which they are no masks.
-    """
+    """Return `options` with those of its mechanisms that serve the masks of `samples` and the windows of `model`; if
+    none does, for one lane. UnsupportedFeatureError: nothing serves the batch, and one lane is too small for it or not
+    allowed; attention is placed, and states of linear attention may not be passed on; or samples bring masks that these
+    states cannot follow, that do not fit the model's windows, or whose model has no causal attention."""
     samples = tuple(samples)
     _check_states_follow(options, model)
     masked = next((sample for sample in samples if sample.mask is not None), None)
@@ -252,7 +234,6 @@ def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanO
 
 
 def _serving_both(names: Iterable[CpCommType] = tuple(MECHANISMS)) -> tuple[CpCommType, ...]:
-    """Return those of `names` that serve samples with masks in layers with windows."""
     return serving_masks(serving_windows(names))
 
 
@@ -263,7 +244,7 @@ def _options_of(
     options: PlanOptions,
     **details: object,
 ) -> PlanOptions:
-    """Return `options` with those of its mechanisms that are `serving`, or for one lane if none is."""
+    """Return `options` with those of its mechanisms that `serving` returns, or for one lane if it returns none."""
     if options.max_cp_size == 1:
         return options
     served = serving(options.cp_comm_types)

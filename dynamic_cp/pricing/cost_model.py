@@ -1,12 +1,12 @@
 """Seconds of one bucket on one pipeline stage: linear layers, attention, exposed exchange, edges, fixed overheads.
 
-The price of a bucket is NOT the sum of its samples' prices: the exchange of the whole bucket hides behind the attention
-of the whole bucket. For a fixed CP size it is convex, piecewise linear and increasing in (tokens, tokens squared);
-`stage.py` has the formulas, `mechanisms/` those of attention.
+A bucket's price is NOT the sum of its samples' prices: its whole exchange hides behind its whole attention. For a fixed
+CP size it is convex, piecewise linear and increasing in (tokens, tokens squared). `stage.py` has the formulas,
+`mechanisms/` those of attention.
 
-Structure matters most: plans made by tokens squared alone take 1.2 to 8.8 times the step time and without the exchange
-1.03 to 1.8 times, with a 20 % error in one coefficient at most 1.04 (planner experiments on the frozen cost model,
-2026-11-20).
+Structure matters most: plans made by tokens squared alone take 1.2 to 8.8 times the step time, those that ignore the
+exchange 1.03 to 1.8 times, but those with a 20 % error in one coefficient at most 1.04 times (planner experiments on
+the frozen cost model, 2026-11-20).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dynamic_cp.types import (
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return `seconds` in whole nanoseconds: every comparison of the planner is one of integers."""
+    """Return `seconds` in whole nanoseconds, so that every comparison of the planner is one of integers."""
     return round(seconds * 1e9)
 
 
@@ -49,8 +49,8 @@ class BucketCost(NamedTuple):
     Attributes:
         forward_s, backward_s: compute and exposed exchange; backward_s includes recomputation.
         p2p_s: delay of one hop to the next pipeline stage (0 without pipelining).
-        embedding_forward_s, embedding_backward_s: what the first virtual stage pays in addition.
-        head_forward_s, head_backward_s: what the last virtual stage pays in addition, loss included.
+        embedding_forward_s, embedding_backward_s: paid in addition by the first virtual stage.
+        head_forward_s, head_backward_s: paid in addition by the last virtual stage, loss included.
     """
 
     forward_s: float
@@ -66,21 +66,19 @@ class CostModel:
     """Prices buckets of one model on one kind of device.
 
     Attributes:
-        model: whose buckets it prices.
         table: all prices as arrays.
         attentions: row of `table.terms` -> how the lanes of a bucket that pays it compute attention.
-        first_row_of_states: rows of `table.terms` from this on are of buckets that pass on states (`with_rows`).
-        stage: prices of a stage by their parts, for what is priced otherwise than bucket by bucket.
-        state_shifts, mask: those of the stage.
-        sharing: what limits that.
+        first_row_of_states: from this row of `table.terms` on, buckets pass on states (`with_rows`).
+        stage: prices of a stage by their parts, for what is not priced bucket by bucket.
+        state_shifts, mask, sharing: those of the stage.
         reduction: of gradients, and gathering of parameters, once a step.
 
     Args:
-        problem: its model, hardware (each coefficient has its source in `dynamic_cp/data/hardware/`), topology, and of
-            its options exchanges, recomputation, bytes of an element and limits.
+        problem: model, hardware (`dynamic_cp/data/hardware/` has each coefficient with its source), topology, and of
+            the options exchanges, recomputation, bytes of an element and limits.
 
     Raises:
-        UnsupportedFeatureError: no exchange that any allowed CP size can use, or latents of a model that has none.
+        UnsupportedFeatureError: no allowed CP size can use any of the exchanges, or latents of a model that has none.
 
     Limits: the optimizer step is not priced; all stages are priced as the one with most weights; no link contention.
     """
@@ -98,15 +96,12 @@ class CostModel:
             for cp_size in (1 << k for k in range(len(self.table.capacities))):
                 if token_capacity(cp_size, self.topology, self.options):
                     self._check_possible(self.options.cp_comm_types, cp_size)
-        # Rows of the table one by one: indexing an array for every call would cost more than the price itself.
+        # A tuple, because indexing an array in every call would cost more than the price itself.
         self._edges = tuple(self.table.edges_s_per_token.tolist())
 
     def bucket_cost(self, bucket: Bucket) -> BucketCost:
-        """Return the seconds of `bucket` with its padding; an empty place costs its minimal padding sequence.
-
-        What lanes that share experts compute together is not in it: that takes what all of them hold
-        (`longest_path.couple_lanes`).
-        """
+        """Return the seconds of `bucket` with its padding; an empty place costs its minimal padding sequence. Experts
+        shared with other lanes are not in it: their time depends on all these lanes (`longest_path.couple_lanes`)."""
         padded = padded_of(bucket, self.topology.rank_token_multiple)
         squares = squared_tokens(bucket.samples, padded, self.model)
         place = bucket.cp_size, bucket.first_lane
@@ -117,13 +112,12 @@ class CostModel:
 
     @property
     def may_pass_on_states(self) -> bool:
-        """Whether plans may have buckets that do."""
+        """Whether plans may have buckets that pass on states of linear attention."""
         return self.model.linear_attention is not None and self.options.state_exchange != "heads"
 
     def states_over_heads(self, buckets: Sequence[Bucket]) -> Floats:
-        """Return the differences of terms from those of exchanged heads, [bucket, forward or backward, NUM_TERMS].
-
-        0 for buckets that pass on no states.
+        """Return by how much terms differ from those of exchanged heads, [bucket, forward or backward, NUM_TERMS]; 0
+        for buckets that pass on no states.
 
         Raises:
             UnsupportedFeatureError: a bucket passes on states of a model without linear attention.
@@ -142,13 +136,13 @@ class CostModel:
         return self.shifts_of_states(places[:, 0], places[:, 1], numbers)
 
     def shifts_of_states(self, log2_cp_sizes: Ints, links: Ints, num_samples: Ints | Floats) -> Floats:
-        """Return [bucket, forward or backward, NUM_TERMS] of `states_over_heads`; a bucket of 0 samples has none."""
+        """Return `states_over_heads` of groups by their size and link; 0 where no samples are passed on."""
         shifts = self.state_shifts[log2_cp_sizes, links]
         numbers = num_samples[:, None, None]
         return np.where(numbers > 0, shifts[:, 0] + numbers * shifts[:, 1], 0.0)
 
     def with_rows(self, terms: Floats, level_terms: Floats, attentions: Sequence[Attention]) -> CostModel:
-        """Return this model with more rows in its table, of buckets that pass on states."""
+        """Return this model with more rows in its table, for buckets that pass on states."""
         other = copy(self)
         table = self.table
         other.attentions = (*self.attentions, *attentions)
@@ -166,11 +160,10 @@ class CostModel:
         cp_comm_type: str | None = None,
         inner_cp_size: int | None = None,
     ) -> BucketCost:
-        """Return the seconds of a bucket from its sums; if other lanes share its experts, with as many tokens on each.
+        """Return the seconds of a bucket from its sums; other lanes that share its experts hold as many tokens.
 
         Args:
-            cp_size: lanes of the group.
-            first_lane: its first lane; decides which link the exchange uses.
+            cp_size, first_lane: of the group; both decide which link the exchange uses.
             tokens: sum of the (padded) lengths.
             tokens_squared: sum of the squares of the (padded) lengths, by density (`work.squared_tokens`).
             cp_comm_type: exchange; None = the fastest of the options.
@@ -214,9 +207,7 @@ class CostModel:
         with_host: bool = True,
     ) -> tuple[Floats, Sequence[float]]:
         """Return ([forward or backward, lane] seconds, tokens of each lane) of `costs_lane_by_lane`, without edges.
-
-        with_host: a lane takes at least what its host does; else placements whose host is slow still differ.
-        """
+        With `with_host` a lane takes at least its host's time; without, placements with a slow host still differ."""
         tokens: Sequence[float] = [bucket.num_tokens / bucket.cp_size] * bucket.cp_size
         if with_padding:
             tokens = lane_tokens(bucket, self.topology.rank_token_multiple)
@@ -246,11 +237,8 @@ class CostModel:
         return self.attentions[self._best_row(cp_size, first_lane, tokens, tokens_squared)]
 
     def with_only(self, cp_comm_type: CpCommType, search: SearchEffort | None = None) -> CostModel:
-        """Return this model for buckets that use `cp_comm_type` wherever the options have it for their CP size.
-
-        Args:
-            search: another effort than that of the options.
-        """
+        """Return this model for buckets that use `cp_comm_type` wherever the options have it for their CP size;
+        `search` replaces the effort of the options."""
         first, end = self.table.first_option.copy(), self.table.end_option.copy()
         for place in np.ndindex(first.shape):
             rows = [row for row in range(first[place], end[place]) if self.attentions[row].cp_comm_type == cp_comm_type]
@@ -262,12 +250,8 @@ class CostModel:
         return other
 
     def row_of(self, cp_size: int, first_lane: int, cp_comm_type: str, inner_cp_size: int | None = None) -> int | None:
-        """Return the row of the table that a bucket pays; None where the options do not have its exchange.
-
-        Args:
-            cp_size, first_lane, cp_comm_type: of the bucket.
-            inner_cp_size: of the bucket; None = the first, and largest, that the exchange has.
-        """
+        """Return the row of the table that a bucket pays; None if the options do not have its exchange. inner_cp_size:
+        None = the first, and largest, that the exchange has."""
         k, link = self.place(cp_size, first_lane)
         first, end = int(self.table.first_option[k, link]), int(self.table.end_option[k, link])
         if cp_size == 1:
@@ -288,7 +272,7 @@ class CostModel:
         *,
         is_level: bool,
     ) -> tuple[Floats, int]:
-        """Return terms and the row of them that the bucket pays."""
+        """Return (terms, the row of them that the bucket pays)."""
         table_terms = self.table.level_terms if is_level else self.table.terms
         if cp_comm_type is None or cp_size == 1:
             return table_terms, self._best_row(cp_size, first_lane, tokens, tokens_squared)
@@ -306,7 +290,7 @@ class CostModel:
         return int(best_option(self.table, k, link, float(tokens), float(tokens_squared)))
 
     def place(self, cp_size: int, first_lane: int) -> tuple[int, int]:
-        """Return (log2 of its size, link) of a group."""
+        """Return (log2 of the size, link) of a group."""
         k = cp_size.bit_length() - 1
         return k, int(self.table.links[k, first_lane >> k])
 
@@ -315,7 +299,7 @@ class CostModel:
             self._check_possible(self.options.cp_comm_types, 1 << k)
 
     def _check_possible(self, exchanges: tuple[str, ...], cp_size: int, inner_cp_size: int | None = None) -> Attention:
-        """Return the first way that a group can use one of `exchanges`, with this inner size if one is given."""
+        """Return the first way in which a group can use one of `exchanges`, with this inner size if one is given."""
         known = [cast(CpCommType, name) for name in exchanges if name in MECHANISMS]
         for one in attentions_of(known, cp_size, self.sharing):
             if inner_cp_size in (None, one.inner_cp_size):
@@ -330,15 +314,13 @@ class CostModel:
 
 
 def is_priced_lane_by_lane(bucket: Bucket) -> bool:
-    """Return whether `CostModel.costs_lane_by_lane` prices a bucket, not its tokens alone."""
+    """Return whether a bucket is priced by `CostModel.costs_lane_by_lane`, not from its tokens alone."""
     return bucket.cp_size > 1 and not MECHANISMS[bucket.cp_comm_type].has_closed_form
 
 
 def lane_costs(micro_batch: MicroBatch, cost_model: CostModel) -> Iterator[tuple[int, BucketCost]]:
-    """Yield (number of lanes, seconds of each of them) for neighbours that pay the same, in lane order.
-
-    This is the exact price of a micro-batch: a bucket with a closed form by itself, the others with all lanes in view.
-    """
+    """Yield (number of lanes, seconds of each of them) for neighbours that pay the same, in lane order. The price is
+    exact: a bucket with a closed form is priced by itself, the others with all lanes in view."""
     for bucket in micro_batch.buckets:
         if is_priced_lane_by_lane(bucket):
             yield from ((1, cost) for cost in cost_model.costs_lane_by_lane(bucket, micro_batch))

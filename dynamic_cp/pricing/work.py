@@ -1,10 +1,9 @@
 """How much work samples are: their lengths as arrays, squared tokens, and the FLOPs of a batch.
 
-FLOPs follow from the sums of S and S^2: of true lengths for what was achieved, of padded ones for what was run. S^2 of
-a sample counts by its density, where it has a mask of its own or layers have windows (`ModelShape.squared_tokens`). A
-weight costs 2 FLOPs per token, attention of one layer 2 * query width * S^2 if causal (scores and values, half the
-square each) and twice that without a mask; backward is twice the forward. A plan's padding is work for the device but
-no achievement, so throughput counts true lengths and no recomputation.
+FLOPs follow from the sums of S and S^2: of true lengths for what was achieved, of padded ones for what was run. S^2
+counts by density (`ModelShape.squared_tokens`). A weight costs 2 FLOPs per token; causal attention of one layer 2 *
+query width * S^2 (scores and values, half the square each), without a mask twice that; backward is twice the forward.
+Throughput counts neither padding nor recomputation, which are work for the device but no achievement.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from dynamic_cp.types import Hardware, ModelShape, Plan, Recompute, Sample
 
 
 class Lengths(NamedTuple):
-    """Samples, descending by length: all that packers and bounds know of them.
-
-    Compiled code is compiled anew for batches with densities, and takes as long as ever for those without.
+    """Samples in descending order of length: all that packers and bounds know of them.
 
     Attributes:
         seqlens: [sample] tokens.
-        densities: [sample] work of attention over that of layers without windows, as `ModelShape.density`; None: all
-            1. The attention price of a bucket is one of the sum of density * padded length squared.
+        densities: [sample] attention work over that without windows and own masks (`ModelShape.density`); None: all 1,
+            which is compiled apart and stays fast. A bucket's attention price is that of the sum of density * padded length^2.
     """
 
     seqlens: Ints
@@ -36,23 +33,21 @@ class Lengths(NamedTuple):
 
     @property
     def squares(self) -> Floats:
-        """[sample] tokens squared, as a measure of attention work."""
+        """[sample] tokens squared, times the density: a measure of attention work."""
         squares: Floats = self.seqlens.astype(np.float64) ** 2
         return squares if self.densities is None else self.densities * squares
 
     @property
     def density_range(self) -> tuple[float, float]:
-        """The least and the largest density."""
+        """(least, largest) density."""
         return (1.0, 1.0) if self.densities is None else (float(self.densities.min()), float(self.densities.max()))
 
     def take(self, samples: Ints) -> Lengths:
-        """Return some of them, by index."""
         return Lengths(self.seqlens[samples], None if self.densities is None else self.densities[samples])
 
 
 @compiled
 def density_of(densities: Floats | None, sample: int) -> float:
-    """Return the density of a sample."""
     if densities is None:
         return 1.0
     return densities[sample]  # type: ignore[no-any-return]
@@ -60,12 +55,12 @@ def density_of(densities: Floats | None, sample: int) -> float:
 
 @compiled
 def grows_with_length(densities: Floats | None) -> bool:
-    """Return whether longer samples surely are more work."""
+    """Return whether a longer sample is surely more work."""
     return densities is None
 
 
 def lengths_of(samples: Sequence[Sample], model: ModelShape) -> Lengths:
-    """Return `samples`, which are descending by length, as arrays."""
+    """Return `samples`, the longest first, as arrays."""
     seqlens = np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples))
     return Lengths(seqlens, densities_of(samples, model))
 
@@ -78,15 +73,8 @@ def densities_of(samples: Sequence[Sample], model: ModelShape) -> Floats | None:
 
 
 def squared_tokens(samples: Sequence[Sample], padded: Sequence[int], model: ModelShape) -> float:
-    """Return the attention work of a bucket's samples at their padded lengths, in squared tokens.
-
-    Sums in the order in which packers do (`packing.padded`), so that both prices are equal to the last digit.
-
-    Args:
-        samples: of the bucket; none for an empty place.
-        padded: tokens of each, or of the one sequence of padding.
-        model: whose layers attend.
-    """
+    """Return the attention work of samples at their `padded` lengths (without samples, of one), in squared tokens. It
+    is summed in the order of packers (`packing.padded`), so that both prices agree to the last digit."""
     total = 0.0
     for tokens, density in zip(padded, [model.density(sample) for sample in samples] or [1.0], strict=True):
         total += density * tokens * tokens
@@ -120,11 +108,9 @@ def batch_flops(
 ) -> BatchFlops:
     """Return the FLOPs of sequences with these sums of S and S^2; those of linear attention are of its chunked form.
 
-    Full recomputation repeats the forward pass of the layers, or a share of them, selective that of the attention,
-    neither the head.
-
+    Full recomputation repeats the forward pass of the layers, selective that of attention, neither the head;
+    `recomputed_share` is the share of layers that do. Embedding, norms and activations are not counted, as usual.
     Source: Narayanan et al. (arXiv 2104.04473), appendix, with the causal half and grouped KV heads.
-    Limits: embedding, norms and activation functions are not counted, as usual.
     """
     (stage,) = model.stages(1)
     layers = 2.0 * stage.sum(lambda layer: layer.linear_weights) * seqlen_sum
@@ -146,7 +132,7 @@ def length_sums(samples: Iterable[Sample], model: ModelShape) -> tuple[int, floa
 def plan_flops(
     model: ModelShape, plan: Plan, recompute: Recompute = "none", recomputed_share: float = 1.0
 ) -> tuple[BatchFlops, BatchFlops]:
-    """Return (true, padded) FLOPs of `plan`; the padded ones hold its empty places too."""
+    """Return (true, padded) FLOPs of `plan`; empty places count as padding."""
     multiple = plan.topology.rank_token_multiple
     tokens = sum(micro_batch_padded_tokens(micro_batch, multiple) for micro_batch in plan.micro_batches)
     squares = sum(squared_tokens(bucket.samples, padded_of(bucket, multiple), model) for bucket in plan.buckets)
@@ -156,13 +142,10 @@ def plan_flops(
 
 
 def tflops_per_rank(model_flops: float, iteration_s: float, world_size: int) -> float:
-    """Return the TFLOP/s of one rank."""
     return model_flops / iteration_s / world_size / 1e12
 
 
 def mfu(model_flops: float, iteration_s: float, world_size: int, hardware: Hardware) -> float:
-    """Return the model FLOPs utilisation: the share of the devices' peak that the model's FLOPs used.
-
-    Source: Chowdhery et al. 2022 (PaLM, arXiv 2204.02311), appendix B.
-    """
+    """Return the model FLOPs utilisation: model FLOPs over the devices' peak. Source: Chowdhery et al. 2022 (PaLM,
+    arXiv 2204.02311), appendix B."""
     return model_flops / iteration_s / world_size / hardware.peak_flops_per_s

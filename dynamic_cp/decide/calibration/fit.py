@@ -1,17 +1,17 @@
-"""Fits the coefficients of a hardware file to measured seconds, and says how far the cost model then is off.
+"""Fits the coefficients of a hardware file to measured seconds, and reports how far off the cost model then is.
 
-Each part is fitted to the measurements of that part alone, with the formula by which the cost model prices it:
+Each part is fitted to its own measurements alone, with the formula by which the cost model prices it:
 
-    linear      overhead + tokens * FLOPs / rate                 backward: its own overhead, a ratio of the rates
-    attention   overhead + a * sum of (L^2 + extra_tokens * L)   causal kernels and further ring steps apart
+    linear      overhead + tokens * FLOPs / rate; backward has an overhead and a rate of its own
+    attention   overhead + a * sum of (L^2 + extra_tokens * L); causal tiles and those without a mask apart
     states      overhead + tokens * FLOPs of linear attention / rate, both passes together
     edges       FLOPs of the head / rate + bytes / memory bandwidth
     links       latency + bytes / bandwidth
-    host        a layer and rings of next to no tokens; what took little longer than its host says nothing of a GPU
+    host        a layer and rings of next to no tokens; rows that take little longer say nothing of a device
 
-Random packs then scale all of these by one factor. The rest of the time of tiny micro-batches is the overhead of a
-bucket, and with CP the latency of an exchange, which includes the time that ranks wait for each other. Nothing is
-fitted to `held_out`.
+One factor then scales the rates and overheads of layers, attention and edges to random whole packs. The remaining time
+of tiny micro-batches is the overhead of a bucket, and with CP the latency of an exchange, which includes waiting for
+other ranks. Nothing is fitted to `held_out`.
 """
 
 from __future__ import annotations
@@ -41,30 +41,27 @@ _RATES = (
 _OVERHEADS = ("forward_overhead_s_per_layer", "backward_overhead_s_per_layer")
 _MOST_WEIGHT = 2.0
 _GROWTH = 0.01
-"""The longest layers must spend this share of their time on tokens, or there is no rate to see."""
+"""Least share of the longest layers' time that must depend on tokens; with less, no rate can be fitted."""
 _DIGITS = 4
 _BUSY = 1.3
-"""Times its host's seconds that a part must take for its device to be what one waits for."""
+"""A row measures the device, not the host, if it takes at least this many times its host's seconds."""
 _TRANSFER_LAUNCH_S = 40e-6
-"""Of the host for a grouped send and receive, which one rank cannot measure; an estimate."""
+"""Host time of a grouped send and receive: an estimate, because one rank cannot measure it."""
 _MOST_OVER_LAYERS = 1.65
-"""The rate of a head over that of layers: on an H200 the largest matrix product was 1.55 times as fast as layers."""
+"""Limit of the head's rate over that of layers; on an H200 the largest matrix product was 1.55 times as fast."""
 _BACKWARD_FLOPS = 2.5
-"""Of attention, over forward, as `dynamic_cp.mechanisms.stage_attention` counts them."""
+"""FLOPs of attention backward over forward, as in `dynamic_cp.mechanisms.stage_attention`."""
 
 
 def calibrate(base: Hardware, measurements: Measurements, *, name: str) -> Calibration:
-    """Return `base` with a new name and every coefficient that `measurements` can tell.
-
-    Raises:
-        InvalidInputError: too few rows of layers or attention, or seconds that cannot be fitted.
-    """
+    """Return `base` with a new name and every coefficient that `measurements` determine. InvalidInputError: too few
+    rows of layers or attention, or seconds that cannot be fitted."""
     _check_seconds(measurements)
     return _Fit(base, measurements, name).run()
 
 
 class _Fit:
-    """Collects coefficients; a part may use those of the parts before it."""
+    """Fits one part after the other; a part may use the coefficients of those before it."""
 
     def __init__(self, base: Hardware, measurements: Measurements, name: str) -> None:
         self._base, self._rows, self._name = base, measurements, name
@@ -107,7 +104,7 @@ class _Fit:
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def _host(self) -> None:
-        """Take what the host needs for a layer and for one more ring step."""
+        """Fit what the host needs for a layer and for one more ring step."""
         rings = self._rows.of("host", "attention")
         if not rings:
             for name in (field.name for field in fields(Hardware) if field.name.startswith("host_")):
@@ -133,7 +130,7 @@ class _Fit:
     def _solve(
         self, section: str, columns: Floats, rows: Sequence[Measurement], solve: Callable[[Floats, Floats], Floats]
     ) -> tuple[list[Floats], list[Floats]]:
-        """Return the terms of both passes, of rows whose device is busy, and what they and the host say of all rows."""
+        """Return, for each pass, terms fitted to rows that keep the device busy, and all rows' predicted seconds."""
         terms, predicted = [], []
         for seconds, host_s in zip(_both(rows), self._host_s[section], strict=True):
             busy = seconds > _BUSY * host_s
@@ -185,14 +182,14 @@ class _Fit:
                 ratio = solved[1][2] / solved[0][2]
                 self._set("attention_backward_over_forward", ratio, "squared length, causal")
                 self._note_sequences(rows)
-            else:  # the model takes twice the forward overhead backward; the sum is kept
+            else:  # backward is priced with twice the forward overhead; a third of the sum keeps the sum
                 self._set(
                     "ring_step_overhead_s_per_layer", (solved[0][0] + solved[1][0]) / 3, "constant of a ring step"
                 )
         return overheads[0], overheads[1]
 
     def _note_sequences(self, rows: Sequence[Measurement]) -> None:
-        """Say what a further sequence of a pack costs: the cost model has no such term."""
+        """Note what each further sequence of a pack costs; the cost model has no such term."""
         columns = np.array([[1.0, one.tokens, one.tokens_squared, len(one.seqlens)] for one in rows])
         if len({len(one.seqlens) for one in rows}) > 1 and len(rows) > 4:
             each = [fit_seconds(columns, seconds)[3] for seconds in _both(rows)]
@@ -202,7 +199,7 @@ class _Fit:
             )
 
     def _ring(self) -> None:
-        """Compare whole rings with the sum of their parts."""
+        """Compare whole rings with the sum of their fitted parts."""
         rows = self._rows.of("ring")
         if not rows:
             return
@@ -252,7 +249,7 @@ class _Fit:
         ratio = self._values["linear_backward_over_forward"]
         columns = np.array([[flops, moved[0]], [ratio * flops, moved[1]], [0.0, row * (3 * element + 8)]])
         seconds = np.array([head_f, head_b, embedding])
-        # In seconds, not relative: a cheap embedding must not spoil a dear head.
+        # Fitted to absolute errors: with relative ones the cheap embedding would spoil the costly head.
         scale = np.abs(columns).max(axis=0)
         solved = np.linalg.lstsq(columns / scale, seconds, rcond=None)[0] / scale
         least = 1 / (_MOST_OVER_LAYERS * self._values["linear_flops_per_s"])
@@ -317,7 +314,7 @@ class _Fit:
                 self._notes.append(f"{kind} in a node: {speed:.3g} GB/s of bus bandwidth (not a coefficient)")
 
     def _line(self, rows: Sequence[Measurement]) -> tuple[float, float] | None:
-        """Return (latency, seconds per byte on the wire); None if the rows cannot tell."""
+        """Return (latency, seconds per byte on the wire); None with fewer than 2 rows or no growth with bytes."""
         if len(rows) < 2:
             return None
         moved = np.array([one.num_bytes * _wire_share(one) for one in rows])
@@ -330,7 +327,7 @@ class _Fit:
         return latency, per_byte
 
     def _weigh(self) -> None:
-        """Let whole packs weigh their parts: those that run in turns find colder caches than one alone."""
+        """Scale rates and overheads to whole packs: parts that run in turns find colder caches than one alone."""
         rows = [one for one in self._rows.of("packs") if one.cp_size == 1]
         if len(rows) < 3:
             return
@@ -358,7 +355,7 @@ class _Fit:
             self._set("exchange_latency_s_per_layer", latency_s, "tiny micro-batches with CP, waits included")
 
     def _latency(self, rows: Sequence[Measurement]) -> float:
-        """Return the latency with which `rows` are predicted best: a search, because exchanges may hide."""
+        """Return the latency that predicts `rows` best. It is searched, because exchanges may hide behind computing."""
 
         def error(latency_s: float) -> float:
             self._values["exchange_latency_s_per_layer"] = latency_s
@@ -386,7 +383,7 @@ class _Fit:
     def _compared(
         self, name: str, rows: Sequence[Measurement], passes: Sequence[tuple[str, Floats, Floats]], *, fitted: bool
     ) -> None:
-        """Keep what was measured of a part and what is predicted, pass by pass; what took no time is none."""
+        """Keep the measured and predicted seconds of each pass, and their error; a pass that took 0 s is left out."""
         points = [
             Point(measurement=one, direction=direction, measured_s=measured, predicted_s=predicted)
             for direction, all_measured, all_predicted in passes
@@ -415,7 +412,7 @@ class _Fit:
 
 
 def _check_seconds(measurements: Measurements) -> None:
-    """Relative errors need seconds above 0, of transfers and whole packs forward only."""
+    """Refuse seconds that are not finite or not above 0; for transfers, rings and micro-batches, backward may be 0."""
     for section, rows in measurements.sections.items():
         smallest = 0.0 if section in ("links", "ring", "buckets", "packs", "held_out") else np.nextafter(0.0, 1.0)
         for one in rows:
@@ -428,7 +425,7 @@ def _check_seconds(measurements: Measurements) -> None:
 
 
 def buckets_s(hardware: Hardware, setup: Setup, rows: Sequence[Measurement]) -> Floats:
-    """Return the seconds that the cost model expects of rows of `buckets` or `held_out`, both passes together."""
+    """Return the seconds, both passes together, that the cost model predicts for rows that are whole micro-batches."""
     cost_model = CostModel(
         Problem(
             topology=Topology(num_lanes=setup.num_ranks, ranks_per_node=setup.ranks_per_node),
@@ -441,7 +438,7 @@ def buckets_s(hardware: Hardware, setup: Setup, rows: Sequence[Measurement]) -> 
 
 
 def _attention_terms(columns: Floats, seconds: Floats) -> Floats:
-    """Return [constant, per token, per squared token]; short sequences may hide the last, which then takes all."""
+    """Return [constant, per token, per squared token]; if short sequences hide the squares, the second is 0."""
     found = fit_seconds(columns, seconds)
     if not found[2] > 0:
         found[1] = 0.0
@@ -450,7 +447,7 @@ def _attention_terms(columns: Floats, seconds: Floats) -> Floats:
 
 
 def _wire_share(one: Measurement) -> float:
-    """Return the bytes that a rank sends over the tensor's, as NCCL counts bus bandwidth."""
+    """Return the bytes that a rank sends over those of the tensor, as in NCCL's bus bandwidth."""
     others = (one.cp_size - 1) / one.cp_size
     shares = {"all_reduce": 2 * others, "all_gather": others, "reduce_scatter": others, "all_to_all": others}
     return shares.get(one.kind, 1.0)

@@ -1,4 +1,4 @@
-"""Seconds as a sum of non-negative amounts, fitted to relative errors, little moved by outliers."""
+"""Fits seconds as a sum of non-negative amounts, by relative errors, so that outliers count little."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 _HUBER = 1.345
-"""Of the residuals' robust standard deviation (Huber 1964)."""
+"""Tuning constant, in robust standard deviations of the residuals (Huber 1964)."""
 _MAD_TO_SIGMA = 1.4826
 _SMALLEST_SPREAD = 0.002
 _ROUNDS = 20
 
 
 def fit_seconds(columns: Floats, seconds: Floats) -> Floats:
-    """Return x >= 0 [columns] for which columns @ x is near `seconds`, every row by its relative error.
+    """Return x >= 0 [columns] for which columns @ x is near `seconds` (> 0), by relative errors: a row of microseconds
+    counts as much as one of a second. Outliers count less.
 
-    A point that takes microseconds counts as much as one of a second; one that something disturbed counts less.
-
-    Args:
-        columns: [rows, columns], at most 4 columns; all subsets of them are tried.
-        seconds: [rows], > 0.
-
-    Source: iteratively reweighted least squares with Huber's weights. With x >= 0 the best x has the columns of some
-    subset above 0 and solves their unconstrained problem, so trying all is exact.
+    Source: iteratively reweighted least squares with Huber's weights. All subsets of the (few) columns are tried. That
+    is exact, because the best x >= 0 solves the unconstrained problem of the columns in which it is above 0.
     """
     relative = columns / seconds[:, None]
     weights = np.ones(len(seconds))

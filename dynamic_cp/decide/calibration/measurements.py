@@ -1,7 +1,5 @@
-"""What was measured on what, section by section, as JSON to go on from; and what a calibration makes of it.
-
-A `Calibration` holds the new hardware, and every measured number beside what the cost model says of it.
-"""
+"""What was measured on what, section by section, as JSON from which an interrupted `dynamic-cp profile` continues; and
+the `Calibration` that follows: the new hardware, and every measured number beside what the cost model predicts."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ SECTIONS = {
     "packs": "random packs through the schedule, to weigh the parts",
     "held_out": "random packs through the schedule, not fitted",
 }
-"""Section -> what is measured there, in the order in which it is."""
+"""Section -> what is measured there, in the order of measuring."""
 
 EXCHANGES = ("ring_shift", "hop", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Kinds of transfers in the section `links`."""
@@ -40,13 +38,11 @@ class Measurement:
     """Seconds of one thing.
 
     Attributes:
-        section: of SECTIONS.
-        kind: what of the section: "head" or "embedding", an exchange, the shape of a tile.
+        kind: what of the section, such as "head" or "embedding", an exchange, or the shape of a tile.
         seqlens: lengths of a pack in tokens; of the whole CP group in the last three sections, else of a rank.
         cp_size: members of the ring or of the collective.
-        num_bytes: that a rank sends (ring_shift, hop), or of the whole tensor (collectives).
-        across_nodes: the transfer crosses nodes.
-        forward_s, backward_s: seconds; backward_s is 0 for transfers.
+        num_bytes: what a rank sends (ring_shift, hop), or the whole tensor (collectives).
+        backward_s: 0 for transfers.
     """
 
     section: str
@@ -60,27 +56,23 @@ class Measurement:
 
     @property
     def tokens(self) -> int:
-        """Sum of the lengths."""
         return sum(self.seqlens)
 
     @property
     def tokens_squared(self) -> int:
-        """Sum of the squared lengths."""
         return sum(seqlen * seqlen for seqlen in self.seqlens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """On what was measured; measurements of two setups are never mixed.
+    """What was measured on; measurements of two setups are never mixed.
 
     Attributes:
-        device: its name; torch_version: of the kernels.
         model: the whole model; a rank holds 1 / tp_size of its heads, MLP and vocabulary.
         element_bytes: of an activation, 2 = bf16, 4 = fp32.
-        num_ranks: that measured at the same time; ranks_per_node: of them on one node.
+        num_ranks: ranks that measured at the same time.
         max_tokens: longest sequence and pack of a rank.
-        quick: fewer points, shorter.
-        date: when it began; the one thing that may differ when measuring goes on.
+        date: when it began; may differ when measuring goes on, as may the model's `source`, but nothing else.
     """
 
     device: str
@@ -96,10 +88,8 @@ class Setup:
 
     @property
     def shard(self) -> ModelShape:
-        """One layer as a TP rank holds it; its FLOPs are 1 / tp_size of the model's.
-
-        Measured are plain layers with heads of the same width: rates of kernels and of matrices are those of any model.
-        """
+        """One plain layer with heads of the model's width, as a TP rank holds it, with 1 / tp_size of its FLOPs. Rates
+        of its kernels and matrix products hold for any model."""
         model, tp_size = self.model, self.tp_size
         return replace(
             model,
@@ -124,13 +114,13 @@ class Setup:
 
     @property
     def linear_attention(self) -> LinearAttention | None:
-        """That of one layer as a TP rank holds it; None: the model has none."""
+        """Linear attention of one layer, as a TP rank holds it; None: the model has none."""
         whole = self.model.linear_attention
         return None if whole is None else whole.of_rank(self.tp_size)
 
     @property
     def words(self) -> str:
-        """What the `source` of a coefficient says."""
+        """The text for the `source` of a coefficient."""
         dtype = "bf16" if self.element_bytes == 2 else "fp32"
         ranks = f", {self.num_ranks} ranks at once" if self.num_ranks > 1 else ""
         return (
@@ -146,21 +136,18 @@ class Measurements:
     sections: dict[str, tuple[Measurement, ...]] = field(default_factory=dict)
 
     def of(self, section: str, kind: str | None = None) -> list[Measurement]:
-        """Return the rows of a section, or those of one kind; [] if it was not measured."""
+        """Return the rows of a section, or those of one kind; [] if nothing was measured."""
         return [one for one in self.sections.get(section, ()) if kind in (None, one.kind)]
 
     def to_json(self) -> str:
-        """Return text for `from_json`."""
+        """Return the text that `load` reads."""
         rows = {name: [asdict(one) for one in found] for name, found in self.sections.items()}
         return json.dumps({"setup": asdict(self.setup), "sections": rows}, indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | Path, setup: Setup | None = None) -> Measurements:
-        """Return what `to_json` wrote to `path`.
-
-        Raises:
-            InvalidInputError: unreadable, another version, or of another setup than `setup` (None: any will do).
-        """
+        """Return what `to_json` wrote to `path`. InvalidInputError: unreadable, another version, or of another setup
+        than `setup` (None: any will do)."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             saved = _setup(data["setup"])
@@ -200,12 +187,12 @@ def _measurement(row: Mapping[str, Any]) -> Measurement:
 
 
 GOOD_ERROR = 0.10
-"""Median error of what was not fitted, up to which plans may trust a calibration: the goal for whole iterations."""
+"""Largest median error on held-out packs at which plans may trust a calibration; the goal for whole iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One measured number and what the calibrated cost model says."""
+    """One measured number and what the calibrated cost model predicts."""
 
     measurement: Measurement
     direction: str
@@ -215,15 +202,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitError:
-    """How far predictions are from what was measured.
-
-    Attributes:
-        name: of the part.
-        fitted: whether the numbers were used for the fit; False is a check.
-        num_points: numbers compared, > 0.
-        median, p95: of |predicted - measured| / measured.
-        predicted_over_measured: of the sums.
-    """
+    """How far predictions of a part are from what was measured: median and p95 of |predicted - measured| / measured,
+    and the ratio of the sums. If the part is not `fitted` to these numbers, they are a check."""
 
     name: str
     fitted: bool
@@ -234,7 +214,7 @@ class FitError:
 
     @classmethod
     def of(cls, name: str, points: Sequence[Point], *, fitted: bool) -> FitError:
-        """Return the error of `points`, at least one."""
+        """Return the error over `points`, at least one."""
         measured = np.array([one.measured_s for one in points])
         predicted = np.array([one.predicted_s for one in points])
         relative = np.abs(predicted - measured) / measured
@@ -250,16 +230,8 @@ class FitError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What a calibration found.
-
-    Attributes:
-        hardware: the base with the measured coefficients in place of its own.
-        changed: names of the coefficients that were measured.
-        kept: group of coefficients -> why they are still those of the base.
-        errors: part by part.
-        points: behind the errors.
-        notes: what a reader should know.
-    """
+    """What a calibration found: the base hardware with the measured coefficients, the names of these (`changed`), why
+    others are still those of the base (`kept`), an error for each part, and the points behind the errors."""
 
     hardware: Hardware
     changed: tuple[str, ...]
@@ -269,7 +241,7 @@ class Calibration:
     notes: tuple[str, ...]
 
     def why_not_good(self) -> str | None:
-        """Return what is wrong and what to do, None where it predicts what it was not fitted to."""
+        """Return what is wrong and what to do; None if held-out packs are predicted well, or were not measured."""
         error = self.error("held_out")
         if error is None or error.median <= GOOD_ERROR:
             return None
@@ -279,5 +251,4 @@ class Calibration:
         )
 
     def error(self, name: str) -> FitError | None:
-        """Return the error of a part; None if it was not measured."""
         return next((one for one in self.errors if one.name == name), None)

@@ -1,4 +1,4 @@
-"""Measured against fitted: layers by tokens, attention by length, and everything against its prediction."""
+"""Draws measured against fitted: layers by tokens, attention by length, and every number against its prediction."""
 
 from __future__ import annotations
 
@@ -31,21 +31,16 @@ _LABELS = {
     "packs": "random packs",
     "held_out": "other packs, a check",
 }
-"""Section -> what the legend calls it; colours go by this order."""
+"""Section -> its name in the legend; colours follow this order."""
 
 
 def _color(section: str, theme: Theme) -> str:
-    """Return the colour of a section; that of the check stands out."""
     return theme.ink if section == "held_out" else theme.series_color(list(_LABELS).index(section))
 
 
 def save_picture(path: str, setup: Setup, calibration: Calibration, theme: Theme = LIGHT) -> None:
-    """Write the picture to `path` (.svg or .png).
-
-    Raises:
-        InvalidInputError: another ending, or a place that cannot be written.
-        UnsupportedFeatureError: matplotlib is not installed.
-    """
+    """Write the picture to `path` (.svg or .png). InvalidInputError: another ending, or a place that cannot be written;
+    UnsupportedFeatureError: matplotlib is not installed."""
     save(path, partial(measured_against_fitted, setup, calibration), theme)
 
 
@@ -128,13 +123,13 @@ def _draw_all(panel: Axes, points: Sequence[Point], theme: Theme) -> None:
     _plain_numbers(panel.xaxis)
     panel.minorticks_off()
     panel.set_xlabel("measured (ms)")
-    # Above the panel: inside, dots would lie over it.
+    # Above the panel, because dots would cover it inside.
     panel.set_title(f"band: ±{_BAND:.0%}", loc="right", color=theme.muted, fontsize=SMALL_PT)
     panel.grid(axis="y")
 
 
 def _plain_numbers(axis: Axis) -> None:
-    """Write 0.1, 1, 10 at powers of ten, at most five of them; of less than two powers, at 0.2, 0.5 as well."""
+    """Label powers of ten, at most five; on an axis of less than two powers of ten also 2 and 5 times each."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     least, most = axis.get_view_interval()

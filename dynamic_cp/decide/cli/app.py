@@ -1,4 +1,4 @@
-"""The group of subcommands, and the way from an error to one line on stderr and an exit status."""
+"""The group of subcommands, and how an error becomes one line on stderr and an exit status."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dynamic_cp.errors import DynamicCPError, IllegalPlanError
 
 EXIT_NO_OUTPUT = 1
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ESTALE)
-"""What writing to an open file ends with."""
+"""errno of a failed write to an open file."""
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 COMMAND_GROUP = "dynamic_cp.commands"
@@ -38,26 +38,25 @@ COMMANDS = {
     "first-day": "Check, calibrate and train on this node; predicted beside measured.",
     "completion": "Print the script that completes options in your shell.",
 }
-"""Subcommand -> one line of help, in the order of a first use. `NAME` is `dynamic_cp.decide.cli.NAME:command`."""
+"""Subcommand -> its line of help, in the order of first use. `_ELSEWHERE` names those that are not in cli/NAME.py."""
 _ELSEWHERE = {
     **{name: f"dynamic_cp.decide.cli.inspect:{name}" for name in ("check", "hardware", "doctor", "completion")},
     **{name: f"dynamic_cp.decide.cli.pages:{name}" for name in ("report", "trace")},
     "first-day": "dynamic_cp.decide.first_day.command:command",
 }
-"""Those that are not."""
 
 TRAINING_COMMANDS = {
     "profile": "Measure this device and write a hardware file (needs torch).",
     "weights": "Convert weights from and to Hugging Face (needs torch).",
 }
-"""Those of COMMAND_GROUP that this project brings -> one line of help, without importing them."""
+"""Commands of COMMAND_GROUP that this project brings -> their line of help, known without an import."""
 
 
 class LazyGroup(click.Group):
-    """Imports a subcommand when it is called, so that --help starts immediately."""
+    """Imports a subcommand when it is called, so that --help starts at once."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand; a reader that has seen enough is no failure (click would exit with 1)."""
+        """Run the subcommand. A reader that closes the pipe is no failure; click would exit with 1."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -65,7 +64,7 @@ class LazyGroup(click.Group):
             return 0
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Return the context; here --help and --version print."""
+        """Return the context; --help and --version print here, so the pipe may close here, too."""
         try:
             return super().make_context(*args, **kwargs)
         except BrokenPipeError as error:
@@ -73,11 +72,9 @@ class LazyGroup(click.Group):
             raise click.exceptions.Exit(0) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all subcommands."""
         return [*COMMANDS, *(name for name in _entry_points() if name not in COMMANDS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a subcommand; None when there is none of that name."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         if cmd_name in COMMANDS:
@@ -98,7 +95,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return (name, subcommand, its arguments); an unknown name is answered with the nearest."""
+        """Return (name, subcommand, its arguments); UsageError: an unknown name, with the nearest one."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             near = difflib.get_close_matches(name, self.list_commands(ctx))
@@ -141,11 +138,8 @@ def group() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status.
-
-    0; 2 after one line on stderr for bad input or an illegal plan; 1 after such a line when stdout cannot be written;
-    130 when interrupted.
-    """
+    """Run the command and return its exit status: 0; 130 when interrupted; after one line on stderr, 2 for bad input or
+    an illegal plan, 1 if stdout cannot be written."""
     _stand_in_for_closed_stdout()
     _print_what_the_terminal_can()
     try:
@@ -187,19 +181,19 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _drop_output() -> None:
-    """Let what is left go nowhere, or Python would complain again when it flushes at exit."""
+    """Send what is left of the output nowhere, or Python would complain again when it flushes at exit."""
     with contextlib.suppress(OSError):  # no real file: a test's
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _stand_in_for_closed_stdout() -> None:
-    """Have a closed stdout fail as a full one does, instead of being None; nothing else may get its number."""
+    """Make a closed stdout (None) fail on writing, as a full one does; nothing else may get its file number."""
     if sys.stdout is None:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")
 
 
 def _print_what_the_terminal_can() -> None:
-    """Let a stream that cannot show a character show `?`, rather than end in a traceback."""
+    """Print `?` for a character that a stream cannot show, instead of ending in a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

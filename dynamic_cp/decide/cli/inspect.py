@@ -1,4 +1,4 @@
-"""Commands that look at one thing: a plan, hardware, the installation; and the script for shells."""
+"""Commands that look at one thing: a plan, hardware, the installation; and the shell's completion script."""
 
 from __future__ import annotations
 

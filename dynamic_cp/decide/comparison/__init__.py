@@ -1,16 +1,8 @@
 """Policies side by side on the same global batches: seconds, where they go, speed-ups and what to conclude.
 
-    compare_policies(batches, ...) -> Comparison -> to_dict(comparison)      # one layout for all policies
-    compare_settings(batches, settings, ...) -> Comparison                   # a layout for each
-
-Read in this order:
-
-- `parts`: how an iteration is split
-- `values`: what a comparison holds, and one policy over another with an interval
-- `job`: one comparison, and one plan in it
-- `compare`: plans every batch with every policy
-- `verdict`: what to conclude, in words
-- `as_dict`: a comparison as plain data
+compare_policies uses one layout for all policies, compare_settings one for each. Read in this order: `parts` (how an
+iteration is split), `values` (what a comparison holds, and speed-ups with intervals), `job` (one comparison, and one
+plan in it), `compare` (plans every batch with every policy), `verdict` (what to conclude), `as_dict` (plain data).
 """
 
 from dynamic_cp.decide.comparison.as_dict import SCHEMA_VERSION, judgement_to_dict, setting_to_dict, to_dict

@@ -1,11 +1,10 @@
 """A comparison as plain data for JSON.
 
     {"schema_version": 1, "inputs": {...}, "policies": {"dynamic": {"batches": [{...}], "mean": {...}, ...}, ...},
-     "speedup": {"static": {...}, ...}, "verdict": {...}}
+     "speedup": {"static": {...}, ...}, "other_prices": {...}, "verdict": {...}}
 
 Every figure has its unit in its name. Fractions are of iteration_s, except padding_fraction, which is of all computed
-tokens. A mean of ratios is the ratio of the sums over the batches. null means unknown. Everything except plan_s is the
-same on every run.
+tokens. The mean of a ratio over batches is the ratio of the sums. null means unknown. Only plan_s differs between runs.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ _RATES = (
     *("tokens_per_s_per_gpu", "tflops_per_gpu"),
 )
 _SHARES = ("busy", "exchange", "bubble", "pipeline_bubble", "cp_wait", "dp_wait")
-"""Sums of parts of an iteration that are given as shares of it."""
+"""Parts of an iteration, and sums of parts, that are given as shares of it."""
 _COSTS = ("peak_bytes", "sent_in_node_bytes", "sent_across_nodes_bytes", "plan_s")
 _SPREAD = ("iteration_s", "makespan_s", "time_over_bound", "tokens_per_s_per_gpu", "tflops_per_gpu")
 
 
 def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return `comparison` as plain data; `inputs`: more of what the user gave, such as where the lengths are from."""
+    """Return `comparison` as plain data; `inputs`: more of what the user gave, such as the source of the lengths."""
     return {
         "schema_version": SCHEMA_VERSION,
         "inputs": {
@@ -60,7 +59,7 @@ def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> 
 
 
 def job_to_dict(topology: Topology, options: PlanOptions, model: ModelShape) -> dict[str, Any]:
-    """Return how a job is planned, and what options change of its model; `state_exchange` is one of hybrids alone."""
+    """Return how a job is planned and what options change of its model; only hybrids have `state_exchange`."""
     said = asdict(options)
     if model.linear_attention is None:
         del said["state_exchange"]
@@ -73,7 +72,7 @@ def job_to_dict(topology: Topology, options: PlanOptions, model: ModelShape) -> 
 
 
 def judgement_to_dict(comparison: Comparison) -> dict[str, Any]:
-    """Return speed-ups and verdict of `comparison` as plain data."""
+    """Return speed-ups, gains under other prices and the verdict as plain data."""
     verdict = verdict_of(comparison)
     return {
         "speedup": {one.baseline: _speedup_to_dict(one) for one in comparison.speedups},
@@ -157,7 +156,7 @@ def _batch(outcome: BatchOutcome) -> dict[str, Any]:
 
 
 def _mean(outcome: PolicyOutcome, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means of all numbers, of ratios those of the sums; None where one is unknown."""
+    """Return the mean of every number over the batches, for ratios the ratio of sums; None if a value is unknown."""
     means: dict[str, Any] = {}
     for name, first in batches[0].items():
         values = [batch[name] for batch in batches]

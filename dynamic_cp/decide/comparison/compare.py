@@ -1,13 +1,10 @@
 """Plans every global batch with every policy and compares the outcomes.
 
-A static policy has one CP size for all global batches, as a training run does: the given size, or else the fastest of
-those that hold the longest sample. The next-fit policy also takes the fastest of a few token limits: the given limit or
-lower ones. If the token limit follows from memory, every policy gets its own, because smaller groups need smaller
-buffers. The dynamic policy then also takes the fastest of several largest CP sizes: communicators that it does not need
-cost memory. `pool` computes attention in a pool of servers in every batch, `with-pool` where that is faster than
-dynamic, batch by batch.
-
-`compare_policies` uses one layout for all policies, `compare_settings` one for each.
+A static policy has one CP size for all global batches, as a training run does: the given size, or the fastest that
+holds the longest sample. Next-fit (`static`) also takes the fastest of a few token limits: the given one or lower ones.
+If the token limit follows from memory, every policy gets its own, because smaller groups need smaller buffers. Dynamic
+CP then also takes the fastest of several largest CP sizes, because communicators that it does not need cost memory.
+`pool` computes attention in a pool of servers in every batch, `with-pool` only in batches where that is faster.
 """
 
 from __future__ import annotations
@@ -47,15 +44,15 @@ from dynamic_cp.types import (
 
 COMPARED_BY_DEFAULT = POLICIES
 _STATIC_DIVISORS = (2, 4, 8)
-"""The limit of the next-fit policy may be divided by one of these."""
+"""The next-fit policy also tries its token limit divided by these."""
 
 Batches = Sequence[Sequence[Sample]]
 Progress = Callable[[int, int, str], None]
-"""Called with (batches done of all policies, batches in all, what comes next)."""
+"""Called with (batches done over all policies, batches in all, what comes next)."""
 
 
 def compared_policies(names: Sequence[str]) -> tuple[str, ...]:
-    """Return `names`, each once; InvalidInputError: an unknown policy, or none."""
+    """Return `names` without repetitions; InvalidInputError: an unknown policy, or none."""
     known = (*POLICIES, *POOL_POLICIES)
     for name in names:
         if name not in known:
@@ -82,22 +79,21 @@ def compare_policies(
     task_options: TaskOptions | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Return what each of `policies` makes of each of `batches`; the same for the same arguments, except `plan_s`.
+    """Return what each of `policies` makes of each of `batches`; only `plan_s` differs between calls.
 
     Args:
         batches: global batches, at least one.
         topology, model, hardware, options: as for planning; options.static_cp_size binds the static policies.
         policies: names of POLICIES and POOL_POLICIES.
-        limit_from_memory: take the largest limit of tokens that memory holds, not that of the options.
-        data_parallel: of the run.
+        limit_from_memory: take the largest token limit that memory holds, not that of the options.
         model_name, hardware_name: kept in the result.
-        task_options: of POOL_POLICIES.
+        task_options: for POOL_POLICIES.
         progress: called before every policy and after every batch.
 
     Raises:
         InvalidInputError: no batches, or an unknown policy.
-        InfeasibleSampleError, MemoryLimitError: a sample, or a limit, that the job cannot hold.
-        UnsupportedFeatureError: masks that nothing serves, a job that has no pool.
+        InfeasibleSampleError, MemoryLimitError: the job cannot hold a sample, or a limit.
+        UnsupportedFeatureError: masks that nothing serves, or a job that can have no pool.
     """
     names = compared_policies(policies)
     _check_batches(batches)
@@ -135,17 +131,12 @@ def compare_settings(
     other_prices: tuple[OtherPrice, ...] = (),
     progress: Progress | None = None,
 ) -> Comparison:
-    """Return what each of `settings` makes of each batch: policies, each at a layout of its own.
+    """Return what each of `settings` makes of each batch: every policy at its own layout. Raises as `compare_policies`.
 
     Args:
-        shared: batches, model, hardware.
         settings: at least one, of different policies of POLICIES and POOL_POLICIES, all on as many ranks.
         names: of model and hardware, kept in the result.
-        task_options, progress: as `compare_policies`.
-        other_prices: what the search of the settings says of gains.
-
-    Raises:
-        DynamicCPError: as `compare_policies`.
+        other_prices: gains under other prices, found by the search of the settings.
     """
     _check_batches(shared.batches)
     policies = [setting.policy for setting in settings]
@@ -164,7 +155,7 @@ def compare_settings(
 def _comparison(
     job: Job, options: PlanOptions, policies: tuple[PolicyOutcome, ...], names: tuple[str, str], *, is_tuned: bool
 ) -> Comparison:
-    """Return the outcomes of policies with the job that stands for all of them; names: of model and hardware."""
+    """Return the comparison; `job` stands for those of all policies, `names` are those of model and hardware."""
     return Comparison(
         model_name=names[0],
         hardware_name=names[1] or job.hardware.name,
@@ -184,7 +175,7 @@ def _check_batches(batches: Batches) -> None:
 
 
 class _Policies:
-    """Runs one policy after the other, and says how far it is to whoever draws a bar."""
+    """Runs one policy after the other, and reports progress."""
 
     def __init__(
         self, names: Sequence[str], num_batches: int, task_options: TaskOptions | None, progress: Progress | None
@@ -193,7 +184,7 @@ class _Policies:
         self._total, self._done, self._what = len(names) * num_batches, 0, ""
 
     def outcome(self, name: str, job: Job, options_of: Callable[[], PlanOptions]) -> PolicyOutcome:
-        """Return what a policy makes of all batches of a job, with options that are found when it starts."""
+        """Return what a policy makes of all batches of a job; `options_of` is called when the policy starts."""
         self.start(name)
         options = options_of()
         planner = "dynamic" if name in POOL_POLICIES else name
@@ -206,7 +197,7 @@ class _Policies:
             plan = partial(_plan_tasks, POOL_POLICIES[name], problem, prices.all, tasks, known)
         else:
             plan = partial(_plan, problem)
-            plan(job.batches[0])  # loads compiled code: not what planning a batch takes
+            plan(job.batches[0])  # loads compiled code, which is no part of planning a batch
         batches: list[PlanOutcome | PoolOutcome] = []
         for batch in job.batches:
             start_s = time.perf_counter()
@@ -225,20 +216,18 @@ class _Policies:
         )
 
     def start(self, what: str) -> None:
-        """Say what comes next."""
         self._what = what
         if self._progress is not None:
             self._progress(self._done, self._total, what)
 
     def _next(self) -> None:
-        """Count a batch of it."""
         self._done += 1
         if self._done < self._total:
             self.start(self._what)
 
 
 def _options_of(policy: str, job: Job, base: PlanOptions) -> PlanOptions:
-    """Return the options of a policy: of our own those with which it is fastest."""
+    """Return the options of a policy; where it has a choice, the fastest."""
     if policy in STATIC_POLICIES:
         return _fastest_static(policy, job)
     if policy == "dynamic" and job.limit_from_memory:
@@ -247,7 +236,7 @@ def _options_of(policy: str, job: Job, base: PlanOptions) -> PlanOptions:
 
 
 def _fastest_static(policy: str, job: Job) -> PlanOptions:
-    """Return the options of the given CP size, or of the fastest that fits in memory (of all, if none does)."""
+    """Return options with the given CP size, or with the fastest that fits in memory (of all, if none does)."""
     given = job.options.static_cp_size
     sizes = [given] if given is not None else list(allowed_cp_sizes(job.topology, job.options))
     candidates = []
@@ -273,7 +262,7 @@ def _fastest_static(policy: str, job: Job) -> PlanOptions:
 
 
 def _limits(policy: str, options: PlanOptions, cp_size: int, job: Job) -> list[int]:
-    """Return the limits that are tried; next-fit fills packs to the brim, which starves a pipeline of micro-batches."""
+    """Return the token limits to try; next-fit fills packs to the brim, which starves a pipeline of micro-batches."""
     limit = options.max_tokens_per_rank
     if policy != "static":
         return [limit]
@@ -293,7 +282,7 @@ def _plan_tasks(
     memory: MemoryModel | None,
     batch: Sequence[Sample],
 ) -> tuple[PlannedBatch | PlannedTasks, str]:
-    """Return the plan of a pool, or the dynamic plan where that is faster and `use` is "auto"; and why."""
+    """Return (plan, why): a pool's, or the dynamic one if `use` is "auto" and that is faster."""
     if use == "auto":
         choice = choose(batch, problem, prices, task_options, memory)
         return choice.planned, choice.reason

@@ -1,4 +1,4 @@
-"""What settings and policies share, in a sweep and in a comparison, and the outcome of one plan in it."""
+"""What the settings of a sweep or the policies of a comparison share, and the outcome of one plan."""
 
 from __future__ import annotations
 
@@ -35,12 +35,7 @@ from dynamic_cp.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepJob:
-    """Data, model and hardware.
-
-    Attributes:
-        batches: global batches, each of which every setting plans.
-        max_seqlen: longest sample that the run must hold (tokens), at least that of the batches.
-    """
+    """What all settings of a sweep share; `max_seqlen`: tokens of the longest sample that the run must hold."""
 
     batches: tuple[tuple[Sample, ...], ...]
     max_seqlen: int
@@ -52,7 +47,7 @@ class SweepJob:
     state_exchange: StateExchangeUse = "auto"
 
     def model_of(self, setting: Setting) -> ModelShape:
-        """Return the model in the stages of `setting`."""
+        """Return the model, cut into the stages of `setting`."""
         return replace(self.model, pipeline_layers=setting.pipeline_layers)
 
     def problem(self, setting: Setting) -> Problem:
@@ -67,13 +62,11 @@ class SweepJob:
         )
 
     def options_of(self, setting: Setting) -> PlanOptions:
-        """Return the planner's options of `setting`."""
         overlaps = self.tp_overlap == "all" or (self.tp_overlap == "static" and setting.is_static)
         options = setting.options(self.search)
         return replace(options, tp_comm_overlap=overlaps, state_exchange=self.state_exchange)
 
     def memory(self, setting: Setting) -> MemoryModel:
-        """Return the memory of `setting`."""
         return MemoryModel(self.problem(setting))
 
     def prices(self, setting: Setting) -> CostModel:
@@ -94,8 +87,8 @@ class Job(NamedTuple):
 
     @classmethod
     def at(cls, setting: Setting, shared: SweepJob) -> Job:
-        """Return the job of a setting; its limit of tokens is given."""
-        # Bounds and prices are those of all CP sizes at this limit; memory is that of the policy's own.
+        """Return the job of a setting, whose token limit is given."""
+        # Bounds and prices are for all CP sizes at this limit, memory for those that the policy uses.
         options = replace(shared.options_of(setting), min_cp_size=1, max_cp_size=setting.max_cp_size)
         return cls(
             batches=shared.batches,
@@ -109,11 +102,10 @@ class Job(NamedTuple):
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest sample of all batches."""
         return max(sample.seqlen for batch in self.batches for sample in batch)
 
     def options_of(self, policy: str, static_cp_size: int | None) -> PlanOptions:
-        """Return the options with the limit that memory sets `policy`, if it is to."""
+        """Return the options of `policy`; with `limit_from_memory`, at the token limit that memory sets it."""
         options = replace(
             self.allowed_to(policy, self.options),
             static_cp_size=static_cp_size or self.options.static_cp_size,
@@ -135,7 +127,7 @@ class Job(NamedTuple):
         )
 
     def allowed_to(self, policy: str, options: PlanOptions) -> PlanOptions:
-        """Return `options` with the exchanges that plans of `policy` have."""
+        """Return `options` with the exchanges that plans of `policy` use."""
         exchanges = exchanges_of_policy(policy, options.cp_comm_types, self.model, chain.from_iterable(self.batches))
         return replace(options, cp_comm_types=exchanges)
 
@@ -144,7 +136,7 @@ class Job(NamedTuple):
         return MemoryModel(self.problem_of(options, policy))
 
     def setting_of(self, policy: str, options: PlanOptions, max_cp_size: int | None = None) -> Setting:
-        """Return what `policy` runs with `options`; max_cp_size: its own, where it has one."""
+        """Return what `policy` runs with `options`; max_cp_size: its own, if it has one."""
         return Setting(
             policy=policy,
             topology=self.topology,
@@ -174,7 +166,7 @@ def batch_outcome(
     memory: MemoryModel,
     planning: dict[str, Any],
 ) -> PlanOutcome:
-    """Return the figures of a plan of one of the job's batches; planning: its seconds and note."""
+    """Return the figures of a plan of one of the job's batches; planning: its `plan_s` and `note`."""
     plan = planned.plan
     timeline = simulate(plan, prices.all)
     sent = sent_by_plan(plan, job.problem_of(job.options))
@@ -195,7 +187,7 @@ def batch_outcome(
 def rates(
     job: Job, samples: Sequence[Sample], makespan_s: float, iteration_s: float, prices: PricesByPart
 ) -> dict[str, Any]:
-    """Return the figures of `BatchOutcome` that need no plan, from the samples and the seconds of a step."""
+    """Return the figures of `BatchOutcome` that need no plan, from samples and the seconds of a step."""
     num_ranks = job.topology.world_size
     num_tokens, squared = length_sums(samples, job.model)
     flops = batch_flops(job.model, num_tokens, squared, job.options.recompute)

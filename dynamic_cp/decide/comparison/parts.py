@@ -4,12 +4,11 @@
               + pipeline bubble + CP wait + expert wait + DP wait                               (nothing runs)
               + gradient reduction
 
-Busy time is split by prices. Exchange is the price of a bucket minus its price if the exchange of keys and values were
-free; where attention is placed, waiting for what other lanes compute is in it. Tensor parallel is that minus its price
-if tensor parallelism were free, too. Padding is that minus the price of its true tokens alone (in a place without
-samples all of it). Launch is the price of no tokens at all. Expert exchange is what the all-to-alls of experts take of
-a lane's own tokens; expert wait what a block of lanes that share experts takes longer than if all lanes had its mean.
-The rest is compute.
+Busy time is split by pricing each bucket again with more of it free. Exchange is what free exchange of keys and values
+would save; if attention is placed, it includes waiting for what other lanes compute. Tensor parallel is what free
+tensor parallelism would save on top, padding what computing true tokens alone would then save (in a place without
+samples all of it). Launch is the price of no tokens. Expert exchange is what the all-to-alls of experts cost a lane's
+own tokens. Lanes that share experts take longer than if each had their mean: that is expert wait. Compute is the rest.
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ class TimeParts:
         padding_s: computing padding, places without samples included.
         exchange_s: exchange inside CP groups that no computing hides.
         expert_exchange_s: sending tokens to experts and back.
-        pipeline_bubble_s: waiting for another pipeline stage (time on the way between stages included).
-        cp_wait_s: waiting for other lanes of the CP group.
-        expert_wait_s: waiting, in layers with experts, for other lanes that share them.
+        pipeline_bubble_s: waiting for another pipeline stage, travel time between stages included.
+        cp_wait_s, expert_wait_s: waiting for other lanes of the CP group, and for those that share experts.
         dp_wait_s: done, while other lanes still work.
         gradient_reduction_s: what reducing gradients and gathering parameters adds.
     """
@@ -63,7 +61,6 @@ class TimeParts:
 
     @property
     def iteration_s(self) -> float:
-        """Sum of all parts."""
         return sum(seconds for _, seconds in self)
 
     @property
@@ -74,7 +71,7 @@ class TimeParts:
 
     @property
     def bubble_s(self) -> float:
-        """Seconds in which nothing runs: pipeline bubble, CP wait, expert wait and DP wait."""
+        """Seconds in which nothing runs."""
         return self.pipeline_bubble_s + self.cp_wait_s + self.expert_wait_s + self.dp_wait_s
 
     def __iter__(self) -> Iterator[tuple[str, float]]:
@@ -95,11 +92,10 @@ PART_LABELS: Mapping[str, str] = {
     "dp_wait": "DP wait",
     "gradient_reduction": "gradients",
 }
-"""Part -> what to call it in tables and sentences, in the order in which parts are shown."""
+"""Part -> its name in tables and sentences, in the order of display."""
 
 
 def mean_parts(all_parts: tuple[TimeParts, ...]) -> TimeParts:
-    """Return the mean of each part."""
     return TimeParts(
         **{
             field.name: sum(getattr(parts, field.name) for parts in all_parts) / len(all_parts)
@@ -134,7 +130,7 @@ def prices_by_part(problem: Problem) -> PricesByPart:
 
 
 def time_parts(timeline: Timeline, prices: PricesByPart) -> TimeParts:
-    """Return the parts of `timeline`, which was simulated with `prices.all`; they add up to its iteration_s."""
+    """Return the parts of `timeline`, which was simulated with `prices.all`."""
     split = timeline.split
     num_places = split.busy_ns.size
     closed, lane_by_lane = _of_closed_forms(timeline.plan, prices), _of_lanes(timeline.plan, prices)
@@ -144,7 +140,7 @@ def time_parts(timeline: Timeline, prices: PricesByPart) -> TimeParts:
     busy_s = float(split.busy_ns.sum()) / num_places / 1e9
     expert_wait_s = max(0.0, busy_s - level_s) if timeline.plan.topology.expert_lanes > 1 else 0.0
     return TimeParts(
-        # What is left, so that rounding to nanoseconds breaks no sum.
+        # The rest, so that rounding to nanoseconds breaks no sum.
         compute_s=busy_s - exchange_s - expert_exchange_s - tensor_parallel_s - padding_s - launch_s - expert_wait_s,
         launch_s=launch_s,
         tensor_parallel_s=tensor_parallel_s,
@@ -160,7 +156,7 @@ def time_parts(timeline: Timeline, prices: PricesByPart) -> TimeParts:
 
 
 class _Parts(NamedTuple):
-    """Seconds of the mean rank."""
+    """Seconds of the mean rank; level_s: all of it, if lanes that share experts had equally many tokens."""
 
     exchange_s: float
     tensor_parallel_s: float
@@ -192,7 +188,7 @@ def _of_closed_forms(plan: Plan, prices: PricesByPart) -> _Parts:
 
 
 def _expert_exchange_s(buckets: _Buckets, prices: PricesByPart) -> Floats | float:
-    """Return [bucket] -> forward + backward seconds of what a lane's own tokens cost on the way to experts and back."""
+    """Return [bucket] -> seconds, both passes, of sending a lane's own tokens to experts and back."""
     table, free = prices.all.table, prices.without_exchange.table
     constant, _, per_routed = (table.expert_terms - free.expert_terms).sum(axis=0).tolist()
     if not per_routed:
@@ -217,7 +213,7 @@ def _of_lanes(plan: Plan, prices: PricesByPart) -> _Parts:
                     (prices.without_communication, {"with_exchange": False, "with_padding": False}),
                 )
             )
-            # Rounding, as both add up in orders of their own, is no padding.
+            # Both add up in orders of their own: a negative difference is rounding, not padding.
             padding = max(0.0, computing - true)
             launch = bucket.cp_size * nothing
             parts += full - free_exchange, free_exchange - computing, padding, launch, 0.0, full
@@ -225,7 +221,7 @@ def _of_lanes(plan: Plan, prices: PricesByPart) -> _Parts:
 
 
 def _on_mean_stage(costs: Sequence[BucketCost], topology: Topology) -> float:
-    """Return forward + backward seconds of lanes, with the embedding's and the head's share of the mean stage."""
+    """Return forward + backward seconds of lanes; embedding and head are spread over all stages."""
     edges_s = sum(
         one.embedding_forward_s + one.embedding_backward_s + one.head_forward_s + one.head_backward_s for one in costs
     )
@@ -233,15 +229,8 @@ def _on_mean_stage(costs: Sequence[BucketCost], topology: Topology) -> float:
 
 
 class _Buckets(NamedTuple):
-    """Buckets with closed forms as arrays.
-
-    Attributes:
-        rows: [bucket] -> row of the price tables.
-        cp_sizes: [bucket] lanes.
-        padded, true: [bucket, 2] -> sum of lengths and of their squares, by density.
-        is_empty: [bucket] -> whether it holds no sample.
-        passing: the buckets, where any passes on states of linear attention; () = none does.
-    """
+    """Buckets with closed forms as arrays: [bucket] -> row of the price tables; `padded` and `true`: [bucket, 2] -> sum
+    of lengths and of their squares, by density; `passing`: all of these buckets if any passes on states, else ()."""
 
     rows: Ints
     cp_sizes: Ints
@@ -252,7 +241,7 @@ class _Buckets(NamedTuple):
     passing: tuple[Bucket, ...]
 
     def seconds(self, cost_model: CostModel, sums: Floats) -> Floats:
-        """Return [bucket] -> forward + backward seconds, mean over the stages, of a bucket with `sums`."""
+        """Return [bucket] -> forward + backward seconds at these `sums`, mean over the stages."""
         table = cost_model.table
         shifts = cost_model.states_over_heads(self.passing) if self.passing else 0.0
         both = prices_of(table.level_terms[self.rows] + shifts, sums[:, :1], sums[:, 1:])
@@ -261,7 +250,7 @@ class _Buckets(NamedTuple):
         return total
 
     def mean_over_places(self, seconds: Floats | float) -> float:
-        """Return the seconds of the mean lane from those of every bucket."""
+        """Return the seconds of the mean lane from [bucket] -> seconds."""
         return float(np.sum(seconds * self.cp_sizes)) / self.topology.num_lanes
 
 
@@ -284,7 +273,6 @@ def _buckets_of(plan: Plan, cost_model: CostModel) -> _Buckets:
 
 
 def _row_of(bucket: Bucket, cost_model: CostModel) -> int:
-    """Return the row of the price table that `bucket` pays."""
     row = cost_model.row_of(bucket.cp_size, bucket.first_lane, bucket.cp_comm_type, bucket.inner_cp_size)
     assert row is not None, "the plan was made with these options"
     return row

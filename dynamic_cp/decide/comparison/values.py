@@ -1,4 +1,4 @@
-"""The values of a comparison, which `compare.py` fills, and how many times faster one policy is than another."""
+"""The values of a comparison, which `compare.py` fills in, and how many times faster one policy is than another."""
 
 from __future__ import annotations
 
@@ -29,13 +29,8 @@ _T_97_5 = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """Times by which `policy` is faster than `baseline`.
-
-    Attributes:
-        ratio: baseline seconds of all batches / policy seconds of all batches.
-        low, high: ends of the 95 % interval of `ratio`; None with one batch, which says nothing of others.
-        per_batch: the ratio of each batch.
-    """
+    """How many times faster `policy` is than `baseline`: the ratio of their seconds over all batches, with the ends of
+    its 95 % interval (None with one batch, which says nothing about others), and the ratio of each batch."""
 
     policy: str
     baseline: str
@@ -47,11 +42,7 @@ class Speedup:
 
 @dataclass(frozen=True, slots=True)
 class OtherPrice:
-    """The gain of dynamic CP over the fastest static policy under other prices.
-
-    Attributes:
-        name: what is priced otherwise, for a sentence that begins with "with".
-    """
+    """The gain of dynamic CP over the fastest static policy under the other prices that `name` describes."""
 
     name: str
     speedup: Speedup
@@ -60,23 +51,22 @@ class OtherPrice:
 def speedup_of(policy: str, policy_s: Sequence[float], baseline: str, baseline_s: Sequence[float]) -> Speedup:
     """Return the speed-up from the seconds of the same batches in the same order (at least one, all > 0).
 
-    The estimate is the ratio of sums, all seconds of the one over all seconds of the other: the gain of a run over
-    these batches, and also the ratio of tokens per second. Both policies run the same batches, so the interval is
-    paired: by the delta method the logarithm of the ratio has the standard error of the mean of
+    The estimate is the ratio of the sums: the gain of a run over these batches. The interval is paired, because both
+    policies run the same batches. By the delta method the logarithm of the ratio has the standard error of the mean of
 
         baseline_s / mean(baseline_s) - policy_s / mean(policy_s)
 
-    over the batches, and Student's t quantile makes the interval valid for few batches, too (a bootstrap of 4 or 8 is
-    too narrow). In simulated batches whose gain grows with their seconds, the interval covers the truth in 94% of cases
-    where seconds differ by 20%, but only in 87% (8 batches) to 91% (32) where they differ by 50%: then take more
-    batches. It says how much batches differ, not how well the cost model predicts.
+    over the batches. Student's t keeps it valid for few batches, where a bootstrap (of 4 or 8) is too narrow. In
+    simulated batches whose gain grows with their seconds it covers the truth in 94% of cases if seconds differ by 20%,
+    but only in 87% (8 batches) to 91% (32) if they differ by 50%: then take more batches. The interval says how much
+    batches differ, not how well the cost model predicts.
     """
     per_batch = tuple(theirs / ours for ours, theirs in zip(policy_s, baseline_s, strict=True))
     num_batches, sum_s, baseline_sum_s = len(per_batch), math.fsum(policy_s), math.fsum(baseline_s)
     ratio = baseline_sum_s / sum_s
     low = high = None
     if num_batches > 1:
-        # Their mean is 0.
+        # The deviations have mean 0.
         deviations = (theirs / baseline_sum_s - ours / sum_s for ours, theirs in zip(policy_s, baseline_s, strict=True))
         deviation = num_batches * math.sqrt(math.fsum(one * one for one in deviations) / (num_batches - 1))
         spread = math.exp(t_quantile(num_batches - 1) * deviation / math.sqrt(num_batches))
@@ -85,10 +75,8 @@ def speedup_of(policy: str, policy_s: Sequence[float], baseline: str, baseline_s
 
 
 def t_quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t with `degrees` (>= 1) degrees of freedom, to 4 digits.
-
-    Source: table up to 30; beyond, the Cornish-Fisher expansion (Abramowitz and Stegun, 26.7.5).
-    """
+    """Return the 97.5 % quantile of Student's t with `degrees` (>= 1) degrees of freedom, to 4 digits. Source: beyond
+    the table, the Cornish-Fisher expansion (Abramowitz and Stegun, 26.7.5)."""
     if degrees <= len(_T_97_5):
         return _T_97_5[degrees - 1]
     z = 1.959964
@@ -100,16 +88,14 @@ class BatchOutcome:
     """What one policy makes of one global batch: a `PlanOutcome` or a `PoolOutcome`.
 
     Attributes:
-        iteration_s: forward, backward and reduction of gradients.
-        makespan_s: the same without the reduction.
-        lower_bound_s: no legal plan of this batch with the policy's limit of tokens has a smaller makespan_s.
-        num_microbatches: of the plan.
+        iteration_s, makespan_s: seconds of forward and backward, with and without the reduction of gradients.
+        lower_bound_s: no legal plan of this batch at the policy's token limit has a smaller makespan_s.
         num_tokens: true tokens of the batch.
         tokens_per_s_per_gpu, tflops_per_gpu: of true tokens and model FLOPs.
         padding_fraction: share of padding in all tokens that are computed.
         peak_bytes: of the rank that needs most; None where a pool's is unknown.
         plan_s: seconds of planning on this machine (measured, so never the same twice).
-        note: how a pool, or a plan without one, was chosen; "" where nothing was to be chosen.
+        note: how a pool, or a plan without one, was chosen; "" if there was no choice.
     """
 
     iteration_s: float
@@ -142,12 +128,7 @@ class BatchOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOutcome(BatchOutcome):
-    """That of a plan whose attention stays on its stage.
-
-    Attributes:
-        parts: add up to iteration_s.
-        sent_in_node_bytes, sent_across_nodes_bytes: for attention, by all ranks, over links inside nodes and to others.
-    """
+    """Outcome of a plan whose attention stays on its stage; bytes are what all ranks send for attention."""
 
     planned: PlannedBatch
     timeline: Timeline
@@ -157,18 +138,16 @@ class PlanOutcome(BatchOutcome):
 
     @property
     def reason(self) -> str:
-        """Why the plan was chosen."""
         return self.planned.reason
 
     @property
     def sent_bytes(self) -> float:
-        """Over links of both kinds."""
         return self.sent_in_node_bytes + self.sent_across_nodes_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolOutcome(BatchOutcome):
-    """That of a plan whose attention is computed by servers of all stages; `pool`: the plan and its ticks."""
+    """Outcome of a plan whose attention is computed by servers on all stages; `pool`: the plan and its ticks."""
 
     pool: PlannedTasks
 
@@ -183,11 +162,8 @@ DENOMINATORS: Mapping[str, str] = {
 
 
 def mean_of(values: Sequence[float | None], denominators: Sequence[float] | None) -> float | None:
-    """Return the mean over batches of a figure; None where one is unknown.
-
-    With `denominators` the figure is a ratio and the mean that of the sums, such as all tokens / all seconds: then all
-    figures of a row agree with each other.
-    """
+    """Return the mean of a figure over batches; None if one is unknown. With `denominators` the figure is a ratio and
+    its mean the ratio of sums, such as all tokens / all seconds, so that the figures of a row agree with each other."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
@@ -201,8 +177,8 @@ class PolicyOutcome:
     """What one policy makes of all global batches.
 
     Attributes:
-        setting: its layout, limit of tokens (with an automatic limit, that of its own CP sizes) and CP sizes.
-        available_bytes: memory of a rank that may be planned with; None = unknown.
+        setting: its layout, CP sizes and token limit (if memory sets it, that of its own CP sizes).
+        available_bytes: memory of a rank that plans may use; None = unknown.
     """
 
     setting: Setting
@@ -216,30 +192,30 @@ class PolicyOutcome:
 
     @property
     def name(self) -> str:
-        """The policy, with its CP size if that is static."""
+        """The policy, with its CP size if it has a static one."""
         return self.setting.name
 
     @property
     def static_cp_size(self) -> int | None:
-        """CP size of a static policy; None = it has none."""
+        """CP size of a static policy; None for others."""
         return self.setting.static_cp_size if self.setting.is_static else None
 
     @property
     def max_tokens_per_rank(self) -> int:
-        """Its limit of tokens."""
+        """Its token limit."""
         return self.setting.max_tokens_per_rank
 
     def mean(self, name: str) -> float | None:
-        """Return the mean over the batches of a figure, as `mean_of`; None where it is unknown."""
+        """Return the mean of a figure over the batches, as `mean_of`; None if it is unknown."""
         return mean_of([getattr(one, name, None) for one in self.batches], self.weights(name))
 
     def stdev(self, name: str) -> float | None:
-        """Return the standard deviation over the batches of a figure; None where it is unknown or of one batch."""
+        """Return the standard deviation of a figure over the batches; None if it is unknown or there is one batch."""
         values = [getattr(one, name) for one in self.batches]
         return None if None in values or len(values) == 1 else statistics.stdev(values)
 
     def weights(self, name: str) -> list[float] | None:
-        """Return the denominators of a figure that is a ratio; None of another one."""
+        """Return the denominators of a figure that is a ratio; None for others."""
         denominator = DENOMINATORS.get(name) or ("iteration_s" if name.endswith("_fraction") else None)
         return None if denominator is None else [getattr(one, denominator) for one in self.batches]
 
@@ -262,7 +238,7 @@ class PolicyOutcome:
 
     @property
     def fits_memory(self) -> bool:
-        """Whether no batch needs more memory than there is (as far as both are known)."""
+        """Whether every batch fits in memory, as far as need and memory are known."""
         return self.peak_bytes is None or self.available_bytes is None or self.peak_bytes <= self.available_bytes
 
 
@@ -271,13 +247,13 @@ class Comparison:
     """Policies side by side on the same global batches.
 
     Attributes:
-        model_name, hardware_name: what the user called them.
-        topology, options: as given; max_tokens_per_rank and max_cp_size are those of the dynamic policy where they
-            followed from memory. Where `is_tuned`, those of the dynamic policy, or of the first without it.
+        model_name, hardware_name: as the user called them.
+        topology, options: as given, but with the dynamic policy's max_tokens_per_rank and max_cp_size where memory set
+            them. If `is_tuned`, both are those of the dynamic policy, or of the first one without it.
         is_tuned: every policy has a layout of its own, on as many ranks; else all have `topology`.
         batches: the global batches, in order.
         policies: in the order in which they were asked for.
-        other_prices: gains under other prices, where a search has them.
+        other_prices: gains under other prices, if a search has them.
     """
 
     model_name: str
@@ -292,7 +268,7 @@ class Comparison:
     other_prices: tuple[OtherPrice, ...] = ()
 
     def policy(self, name: str) -> PolicyOutcome:
-        """Return the outcome of a policy; KeyError when it was not compared."""
+        """Return the outcome of a policy; KeyError: it was not compared."""
         for one in self.policies:
             if one.policy == name:
                 return one
@@ -305,7 +281,7 @@ class Comparison:
 
     @property
     def speedups(self) -> tuple[Speedup, ...]:
-        """Speed-up of the dynamic policy over each other one; empty without it."""
+        """Speed-ups of the dynamic policy over each other one; () without it."""
         if "dynamic" not in self.names:
             return ()
         ours = [one.iteration_s for one in self.policy("dynamic").batches]

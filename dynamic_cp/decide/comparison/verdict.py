@@ -1,8 +1,5 @@
-"""What to conclude from a comparison, in plain words, with the numbers that say why.
-
-Nothing here is a fixed sentence about dynamic CP: the reason names the parts of the iteration that change most, at
-which CP sizes tokens run, and, where it does not pay, what leaves nothing to gain.
-"""
+"""What to conclude from a comparison, in plain words with numbers: which parts of the iteration change most, at which
+CP sizes tokens run, and, if dynamic CP does not pay, what leaves nothing to gain."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from dynamic_cp.decide.comparison.values import Comparison, OtherPrice, PlanOutc
 from dynamic_cp.setting import STATIC_POLICIES
 
 MIN_GAIN = 1.03
-"""Up to this factor dynamic CP is not worth a change: what a cost model says is no more exact than that."""
+"""A gain up to this factor is not worth a change: a cost model is no more exact than that."""
 _SMALL_GAIN = 1.05
-"""An interval around a factor that is not worth it needs no more batches if it ends here: the gain is small at best."""
+"""If the interval of such a gain ends below this, no more batches are needed: the gain is small at best."""
 _NOTHING = 1.005
 """Up to this factor there is no gain to speak of."""
 _NAMED_SHARE = 0.2
-"""Parts that change by less than this share of the largest change are not named, ..."""
+"""A part is named if it changes by at least this share of the largest change, ..."""
 _SMALL_SECONDS = 0.002
-"""... nor are those that change by less than this share of the iteration."""
+"""... and by at least this share of the iteration."""
 _FIXED = ("compute", "tensor_parallel", "gradient_reduction")
 """Parts that are neither waiting nor exchange: CP sizes change them least."""
 _MORE_ROOM = "Lower the limit of tokens per rank, recompute more, or use more TP or PP ranks."
@@ -38,13 +35,11 @@ class Verdict:
     """Whether dynamic CP pays.
 
     Attributes:
-        pays: "unclear" where the interval holds both a gain that is worth it and one that is not, where one batch has
-            a gain that is, or where other prices decide.
+        pays: "unclear" if the interval holds both gains that are worth it and gains that are not, if only one batch
+            has a gain that is, or if other prices decide.
         baseline: the policy it was judged against: the fastest static one that fits in memory.
-        headline: the judgement with its factor.
-        reason: why, in a few sentences.
-        saved_s: part -> seconds that dynamic CP saves of it (negative: it spends more), largest first.
-        other_prices: the gain under other prices, and which of them decide whether it pays; "" where none were tried.
+        saved_s: part -> seconds that dynamic CP saves there (negative: it spends more), largest first.
+        other_prices: the gain under other prices, and which of them decide whether it pays; "" if none were tried.
     """
 
     pays: Pays
@@ -61,7 +56,7 @@ class Verdict:
 
 
 def verdict_of(comparison: Comparison) -> Verdict | None:
-    """Return what to conclude; None where dynamic CP was not compared with a planned policy."""
+    """Return what to conclude; None if dynamic CP was not compared with another planned policy."""
     others = [one for one in comparison.policies if one.policy != "dynamic" and one.parts is not None]
     if "dynamic" not in comparison.names or not others:
         return None
@@ -102,7 +97,7 @@ def verdict_of(comparison: Comparison) -> Verdict | None:
 
 
 def _with_other_prices(pays: Pays, others: Sequence[OtherPrice]) -> tuple[Pays, str]:
-    """Return whether a gain pays under all prices, and a sentence with their range and the prices that decide."""
+    """Return whether a gain pays under all prices, and a sentence with its range and the prices that decide."""
     if not others:
         return pays, ""
     low, high = (choose(others, key=lambda one: one.speedup.ratio) for choose in (min, max))
@@ -118,7 +113,6 @@ def _with_other_prices(pays: Pays, others: Sequence[OtherPrice]) -> tuple[Pays, 
 
 
 def _at_its_best(one: PolicyOutcome) -> str:
-    """Return the seconds of a policy and the setting that it has of its own."""
     setting = one.setting
     if setting.is_static:
         return f"best static {one.iteration_s:.3f} s ({one.name} at {setting.words})"
@@ -126,7 +120,7 @@ def _at_its_best(one: PolicyOutcome) -> str:
 
 
 def judged(speedup: Speedup) -> Pays:
-    """Return whether a speed-up is worth a change, by its interval as shown; one batch has none and shows no gain."""
+    """Return whether a speed-up is worth a change, by its interval as shown; one batch has none: never "yes"."""
     ratio = round(speedup.ratio, 2)
     if speedup.low is not None and round(speedup.low, 2) > MIN_GAIN:
         return "yes"
@@ -152,7 +146,7 @@ def cp_token_shares(policy: PolicyOutcome) -> dict[int, float]:
 
 
 def _reasons(comparison: Comparison, ours: PolicyOutcome, baseline: PolicyOutcome, speedup: Speedup) -> Iterator[str]:
-    """Yield sentences: what changes, at which CP sizes; and where that is no clear gain, what limits it."""
+    """Yield sentences: what changes, at which CP sizes, and what limits the gain if it is not a clear one."""
     on_batches = judged(speedup)
     pays = on_batches == "yes" or (on_batches == "unclear" and speedup.low is None)
     seqlens = {sample.seqlen for batch in comparison.batches for sample in batch}
@@ -189,7 +183,7 @@ def _reasons(comparison: Comparison, ours: PolicyOutcome, baseline: PolicyOutcom
 
 
 def _lacking(one: PolicyOutcome) -> str:
-    """Return what memory lacks, such as `139.8 of 70.8 GB at limit 65536`."""
+    """Return the memory that is needed and available, such as `139.8 of 70.8 GB at limit 65536`."""
     gb = f"{(one.peak_bytes or 0) / 1e9:.1f} of {(one.available_bytes or 0) / 1e9:.1f} GB"
     return f"{gb} at limit {one.max_tokens_per_rank}"
 

@@ -1,4 +1,4 @@
-"""`dynamic-cp first-day`: its options, and the parts one after the other."""
+"""The command `dynamic-cp first-day`: its options; runs the parts one after the other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ for index in range(torch.cuda.device_count()):
     print(torch.cuda.get_device_name(index))
 """
 _HARDWARE = {"H200": "h200", "A100-SXM4-40GB": "a100-40gb", "A100-PCIE-40GB": "a100-40gb", "A100": "a100-80gb"}
-"""Part of a GPU's name -> the bundled file that is nearest; h100 for others."""
+"""Part of a GPU's name -> the nearest bundled hardware file; h100 for other GPUs."""
 
 
 @subcommand(
@@ -85,7 +85,7 @@ def command(output: str, again: tuple[str, ...], timeout: float, **given: Any) -
     folder = _folder(output)
     names = _gpus()
     day = _day(given, folder, names)
-    catalog.load_hardware(day.hardware)  # this and the script are missed here, not after the first parts
+    catalog.load_hardware(day.hardware)  # if this or the script is missing, fail now and not after the first parts
     script()
     device = f"{len(names)} x {names[0]}" if names else "CPU ranks"
     click.echo(f"{device}: {day.num_ranks} ranks, TP {day.tp_size}, {day.model} with {day.trained.num_layers} layers")
@@ -114,7 +114,7 @@ def _folder(path: str) -> Path:
 
 
 def _gpus() -> list[str]:
-    """Return the names of the GPUs that torch sees, asked of another process: this one does without torch."""
+    """Return the names of the GPUs that torch sees. Another process asks torch, because this one does without it."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", _DEVICES], capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
@@ -128,11 +128,8 @@ def _gpus() -> list[str]:
 
 
 def _day(given: dict[str, Any], folder: Path, names: list[str]) -> Day:
-    """Return the job of what is given and what is there.
-
-    Raises:
-        InvalidInputError: more ranks than GPUs, or ranks that are not a multiple of --tp.
-    """
+    """Return the job from the options and what the node has. InvalidInputError: more ranks than GPUs, or ranks that are
+    not a multiple of --tp."""
     num_ranks = given["ranks"] or len(names) or min(_MOST_CPU_RANKS, os.cpu_count() or 1)
     if names and num_ranks > len(names):
         raise InvalidInputError(f"--ranks is {num_ranks}, torch sees {len(names)} GPUs: lower it")
@@ -162,7 +159,6 @@ def _day(given: dict[str, Any], folder: Path, names: list[str]) -> Day:
 
 
 def _nearest(names: list[str]) -> str:
-    """Return the bundled hardware that is nearest to the GPUs, or that of CPU ranks."""
     if not names:
         return "cpu"
     return next((hardware for part, hardware in _HARDWARE.items() if part in names[0]), "h100")

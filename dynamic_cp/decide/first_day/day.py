@@ -1,4 +1,4 @@
-"""A first day: a model cut to what a node holds, trained by static and by dynamic CP, and each part as a process."""
+"""The job of a first day: a model cut to what the node holds, trained with static and dynamic CP, and its parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dynamic_cp.setting import Setting
 from dynamic_cp.types import CP_COMM_TYPES, ModelShape, Problem, Topology
 
 _SHORTEST, _MEAN_OF_LONGEST, _SIGMA = 32, 1 / 16, 1.3
-"""Lengths are lognormal: a few samples fill all lanes, most need one."""
+"""Lengths are lognormal: a few samples need all lanes, most need one."""
 
 SMALL_MODEL = {
     "num_layers": 4,
@@ -43,17 +43,9 @@ SMALL_MODEL = {
 
 @dataclass(frozen=True, kw_only=True)
 class Day:
-    """What the parts share.
-
-    Attributes:
-        folder: of all that is written.
-        on_gpu: ranks compute on GPUs, else on the CPU.
-        num_ranks: of this node; tp_size: tensor-parallel ranks of each lane.
-        model, hardware: names or files; the hardware is what calibration starts from.
-        max_tokens: padded tokens of a rank in one micro-batch.
-        num_samples: of a step; num_steps: of each run.
-        quick: calibration takes less time.
-    """
+    """The job that all parts share, on the ranks of one node: `folder` has all files, calibration starts from
+    `hardware`, a rank holds up to `max_tokens` padded tokens in a micro-batch, a step has `num_samples`, a run
+    `num_steps`."""
 
     folder: Path
     on_gpu: bool
@@ -73,7 +65,7 @@ class Day:
 
     @property
     def static_cp_size(self) -> int:
-        """That of static CP, which the longest sample fills."""
+        """CP size of the static run; the longest sample fills such a group."""
         lanes = self.num_ranks // self.tp_size
         return lanes & -lanes
 
@@ -84,7 +76,7 @@ class Day:
 
     @cached_property
     def trained(self) -> ModelShape:
-        """The model with as many layers as fit; on the CPU with all; MemoryLimitError: not one layer fits."""
+        """The model with as many layers as fit in GPU memory (CPU: all); MemoryLimitError: not one layer fits."""
         whole = load_model(self.model)
         for number in range(whole.num_layers, 0, -1):
             model = replace(whole, num_layers=number)
@@ -99,13 +91,13 @@ class Day:
 
     @property
     def peak_bytes(self) -> float:
-        """What torch's allocator is predicted to hold at the limit of tokens; NCCL's memory is not in it."""
+        """Peak that is predicted for torch's allocator at the token limit; NCCL's memory is not in it."""
         memory = self._memory(self.trained)
         stages = (*memory.peak_at(self.max_tokens), *memory.peak_at(self.max_tokens, self.static_cp_size))
         return max(stage.total_bytes - stage.communicators_bytes for stage in stages)
 
     def training_flags(self, policy: str, dump: Path) -> list[str]:
-        """Return the flags of pretrain_gpt.py, with what calibration wrote, if it did."""
+        """Return the flags of pretrain_gpt.py; they name the calibrated hardware file if it exists."""
         hardware = self.measured_hardware if self.measured_hardware.exists() else self.hardware
         groups = launch_flags(
             self._setting(policy),
@@ -158,24 +150,19 @@ PARTS = {
     "static": "training with static CP",
     "dynamic": "training with dynamic CP",
 }
-"""Part -> what it is, in the order in which they run."""
+"""Part -> what it is, in the order of running."""
 
 _SCRIPT = "pretrain_gpt.py"
 PICTURE = "calibration.svg"
-"""File of a day: measured times beside the cost model's, where matplotlib is installed."""
+"""File of the plot of measured times beside the cost model's; written if matplotlib is installed."""
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ENDING_S = 40
-"""torchrun gives its ranks 30 s."""
+"""Seconds that a part may take to end; torchrun gives its ranks 30 of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """How a part ended.
-
-    Attributes:
-        inputs: digest of what it was run with.
-        why: one line where it failed, "" where it did not.
-    """
+    """How a part ended; `inputs`: digest of what it ran with; `why`: one line if it failed, else ""."""
 
     inputs: str
     seconds: float
@@ -184,13 +171,8 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part.
-
-    Attributes:
-        words: its command.
-        writes: files or a folder that it leaves, removed before it starts.
-        reads: a file whose content decides the result.
-    """
+    """One part: its command `words`, the files or folder that it `writes` (removed before it starts), and a file that
+    it `reads`, whose content decides the result."""
 
     name: str
     folder: Path
@@ -200,11 +182,10 @@ class Part:
 
     @property
     def log(self) -> Path:
-        """All that it printed."""
         return self.folder / f"{self.name}.log"
 
     def state(self) -> State | None:
-        """Return how it ended; None where it has to be run, again or for the first time."""
+        """Return how it ended; None if it must run: never run, failed, run with other inputs, or a file is missing."""
         try:
             state = State(**json.loads(self._state_file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -213,7 +194,7 @@ class Part:
         return state if is_left and not state.why and state.inputs == self._inputs() else None
 
     def run(self, timeout_s: float) -> State:
-        """Run it and return how it ended, which is written down."""
+        """Run it, write down how it ended, and return that."""
         for path in (self._state_file, *self.writes):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         inputs, started = self._inputs(), time.monotonic()
@@ -236,7 +217,7 @@ class Part:
         return hashlib.sha256("\0".join(self.words).encode() + content).hexdigest()
 
     def _last_words(self) -> str:
-        """Return the line of the log that says best what went wrong."""
+        """Return the line of the log that best says what went wrong."""
         lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
         for pattern in (r"(dynamic-cp: )?error\b.*:", r"[\w.]*(Error|Exception)\b", r"."):
             told = [line for line in lines if re.match(pattern, line)]
@@ -246,7 +227,7 @@ class Part:
 
 
 def parts_of(day: Day) -> Iterator[Part]:
-    """Yield the parts in order; each is made when those before it have ended, whose files it reads."""
+    """Yield the parts in order; each is made only after those before it have ended, because it reads their files."""
     folder, hardware, found = day.folder, day.measured_hardware, day.folder / "doctor.json"
     device = ("--device", "cuda" if day.on_gpu else "cpu", "--model", day.model, "--tp", str(day.tp_size))
     doctor = (sys.executable, "-m", "dynamic_cp.decide.cli", "doctor", "--json", str(found))
@@ -269,11 +250,7 @@ def parts_of(day: Day) -> Iterator[Part]:
 
 
 def script() -> Path:
-    """Return pretrain_gpt.py: of this source, else, where this is installed, of the folder that we are in.
-
-    Raises:
-        InvalidInputError: it is in neither.
-    """
+    """Return pretrain_gpt.py of this source tree or of the current folder; InvalidInputError: it is in neither."""
     folders = (Path(__file__).parents[3], Path.cwd())
     for folder in folders:
         if (folder / _SCRIPT).is_file():
@@ -282,12 +259,11 @@ def script() -> Path:
 
 
 def measurements_of(day: Day) -> Path:
-    """Return the file of the seconds that calibration fits."""
     return Path(f"{day.measured_hardware}.measured.json")
 
 
 def _finished(words: Sequence[str], output: int, timeout_s: float) -> int | None:
-    """Return the exit status of a command, None where it took too long; nothing of it is left."""
+    """Return the exit status of a command, None if it took too long; none of its processes is left."""
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
     environment.setdefault("OMP_NUM_THREADS", "1")
     process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment)
@@ -297,7 +273,7 @@ def _finished(words: Sequence[str], output: int, timeout_s: float) -> int | None
         return None
     finally:
         if process.poll() is None:
-            process.terminate()  # killed, a launcher would leave its ranks behind
+            process.terminate()  # a killed launcher would leave its ranks behind
             try:
                 process.wait(_ENDING_S)
             except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The page of a first day: what was predicted beside what was measured, as Markdown that needs nothing else."""
+"""The page of a first day: predicted beside measured, as Markdown that needs no other file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dynamic_cp.models.hardware_numbers import KIND_OF
 from dynamic_cp.types import Hardware
 
 NUM_WARM_UP = 2
-"""First steps that do not count: what is loaded and compiled there is not predicted."""
+"""First steps that do not count, because loading and compiling are not predicted."""
 _OF_ERRORS = ("what", "where", "largest error in norm", "allowed")
 _OF_FITS = ("part", "", "numbers", "median error", "p95", "predicted / measured")
 
 
 def page_of(day: Day, device: str, states: Mapping[str, State]) -> str:
-    """Return the page of the parts that were run, now or before, on a device of that name."""
+    """Return the page of the parts that ran, now or earlier; `device` is the name of the device."""
     ended = {name for name, state in states.items() if not state.why}
     about = (
         f"{date.today().isoformat()}, {day.num_ranks} ranks, TP {day.tp_size}, {day.model} with "
@@ -44,14 +44,14 @@ def page_of(day: Day, device: str, states: Mapping[str, State]) -> str:
 
 
 def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table, nothing where it has no rows."""
+    """Yield the lines of a table; nothing if it has no rows."""
     found = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
     if found:
         yield from (f"## {title}", "", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", *found, "")
 
 
 def _steps(day: Day, ended: set[str]) -> Iterator[Sequence[str]]:
-    """Yield the mean seconds of the steps of each run, what dynamic CP gains, what disturbed it, and peak memory."""
+    """Yield mean seconds of a step in each run, the gain of dynamic CP, what disturbed the runs, and peak memory."""
     names = {"static": f"static CP {day.static_cp_size}", "dynamic": "dynamic CP"}
     seconds: dict[str, tuple[float, float]] = {}
     rest: list[Sequence[str]] = []
@@ -88,7 +88,7 @@ def _errors(day: Day, part: str, states: Mapping[str, State]) -> Iterator[Sequen
 
 
 def _calibration(day: Day) -> Iterator[str]:
-    """Yield how well the coefficients fit, and each beside what it was before."""
+    """Yield how well the coefficients fit, and each coefficient beside its old value."""
     base = load_hardware(day.hardware)
     found = calibrate(base, Measurements.load(measurements_of(day)), name=day.measured_hardware.stem)
     errors = (
@@ -108,6 +108,6 @@ def _calibration(day: Day) -> Iterator[str]:
 
 
 def _number(values: Hardware, name: str) -> str:
-    """Return a number of a hardware file; a rate of 0 stands for one that nobody measured."""
+    """Return a number of a hardware file as text; a rate of 0 was measured by nobody."""
     value, kind = getattr(values, name), KIND_OF[name]
     return "not measured" if not value and kind.unit.endswith("/s") else kind.describe(value)

@@ -41,10 +41,7 @@ _BATCH_LABELS = ("policy, batch", "iteration", "over bound", "micro-batches", "b
 
 def render_report(comparison: Comparison, *, command: str, inputs: Mapping[str, Any]) -> str:
     """Return the page of `comparison` as one self-contained HTML document; it shows `command` and `inputs` as they are.
-
-    Raises:
-        UnsupportedFeatureError: matplotlib or jinja2 is not installed.
-    """
+    UnsupportedFeatureError: matplotlib or jinja2 is not installed."""
     verdict = verdict_of(comparison)
     samples = sum(len(batch) for batch in comparison.batches) / len(comparison.batches)
     parts = [dict(one.parts) for one in comparison.policies if one.parts is not None]
@@ -81,13 +78,13 @@ def _layout(comparison: Comparison) -> str:
 
 
 def _typeset(text: str) -> str:
-    """Return the text of a terminal with the signs of a page: 1.3× for 1.3x, – for .. between numbers, → for ->."""
+    """Return a terminal's text with typographic signs: 1.3× for 1.3x, – for .. between numbers, → for ->."""
     text = re.sub(r"(?<=\d)x\b", "×", text)
     return re.sub(r"(?<=\d)\.\.(?=\d)", "–", text).replace(" -> ", " → ")
 
 
 def _cells(one: PolicyOutcome, speedups: Mapping[str, Speedup]) -> list[tuple[str, str]]:
-    """Return the row of a policy: texts, and what stands smaller below them."""
+    """Return the cells of a policy's row: (text, smaller text below it)."""
     spread, speedup = one.stdev("iteration_s"), speedups.get(one.policy)
     interval = f"{speedup.low:.2f}–{speedup.high:.2f}" if speedup and speedup.low and speedup.high else ""
     parts, padding, rows = one.parts, one.mean("padding_fraction"), one.mean("num_microbatches")
@@ -105,7 +102,7 @@ def _cells(one: PolicyOutcome, speedups: Mapping[str, Speedup]) -> list[tuple[st
 
 
 def _sent(one: PolicyOutcome) -> tuple[str, str]:
-    """Return the bytes that exchanges send in an iteration, and what of them leaves nodes."""
+    """Return, as text, the bytes that exchanges send in an iteration, and those that go to other nodes."""
     total, across = one.mean("sent_bytes"), one.mean("sent_across_nodes_bytes")
     if total is None:
         return "", ""
@@ -141,7 +138,7 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]:
-    """Return the pictures of one batch: of the dynamic policy and what it was judged against."""
+    """Return the pictures of one batch, planned by the dynamic policy and by what it was judged against."""
     number = _typical_batch(comparison, verdict)
     planned = [(one, one.batches[number]) for one in comparison.policies if one.parts is not None]
     all_timelines = {one.policy: (one.name, batch.timeline) for one, batch in planned if isinstance(batch, PlanOutcome)}
@@ -172,7 +169,7 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
 def _plan_pictures(
     timelines: Sequence[tuple[str, Timeline]], samples: Sequence[Sample], problem: Problem
 ) -> list[Picture]:
-    """Return the pictures of (policy, timeline) pairs of a batch, of its lengths, and of which CP size suits which."""
+    """Return the pictures of a batch: its plans, its lengths, and which CP size suits which length."""
     points = knee_points(problem.model, problem.hardware, CostModel(problem_of_prices(problem)))
     end = " and ".join(f"{name} ends at {format_s(timeline.makespan_s)}" for name, timeline in timelines)
     return [
@@ -202,7 +199,6 @@ def _plan_pictures(
 
 
 def _tick_pictures(comparison: Comparison, number: int) -> list[Picture]:
-    """Return the picture of the ticks of all pools, where there are any."""
     batches = ((one.name, one.batches[number]) for one in comparison.policies)
     pools = [(name, batch.pool) for name, batch in batches if isinstance(batch, PoolOutcome)]
     if not pools:
@@ -227,7 +223,7 @@ def _typical_batch(comparison: Comparison, verdict: Verdict | None) -> int:
 
 
 def _tail(samples: Sequence[Sample], model: ModelShape) -> str:
-    """Return what the samples that hold half of the attention work are."""
+    """Return a sentence on the samples that hold half of the attention work."""
     squares = sorted((model.squared_tokens(sample) for sample in samples), reverse=True)
     half, total, count = sum(squares) / 2, 0.0, 0
     while total < half:
@@ -242,7 +238,7 @@ def _tail(samples: Sequence[Sample], model: ModelShape) -> str:
 
 
 def _bound(comparison: Comparison) -> str:
-    # A bound holds for plans with the same limit, so policies with limits of their own have bounds of their own.
+    # Bounds differ between token limits, so there is one for each limit.
     bounds = {one.max_tokens_per_rank: one.mean("lower_bound_s") or 0.0 for one in reversed(comparison.policies)}
     return " and ".join(
         f"{format_s(seconds)} with {limit} tokens per rank" for limit, seconds in reversed(bounds.items())

@@ -1,4 +1,4 @@
-"""Heat map of the CP sizes of plans: lanes × micro-batches. A group is one tile over its lanes."""
+"""Heat map of the CP sizes of plans: lanes × micro-batches. A CP group is one tile over its lanes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,8 @@ _MAX_LANES, _MAX_MICRO_BATCHES = 64, 96
 
 
 def cp_map(plans: Sequence[tuple[str, Plan]], theme: Theme, *, width_in: float = MEDIUM_IN) -> Figure:
-    """Return the picture of (policy, plan) pairs, one above the other.
-
-    With more lanes or micro-batches than a picture can show, a tile stands for several and takes the largest CP size
-    among them; micro-batches that are padding on every lane are left out. The picture says so.
-    """
+    """Return the picture of (policy, plan) pairs, one above the other. In large plans a tile shows the largest CP size
+    of several lanes or micro-batches. Micro-batches of padding alone are left out. The picture says so."""
     sizes_of = [_cp_sizes(plan) for _, plan in plans]
     used = [np.flatnonzero(one.any(axis=0)) for one in sizes_of]
     grids = [_reduced(one[:, columns]) for one, columns in zip(sizes_of, used, strict=True)]
@@ -51,7 +48,7 @@ def cp_map(plans: Sequence[tuple[str, Plan]], theme: Theme, *, width_in: float =
 
 
 def _cp_sizes(plan: Plan) -> Ints:
-    """Return [lane, micro-batch] -> CP size, 0 for a place that computes only padding."""
+    """Return [lane, micro-batch] -> CP size, 0 for a place with padding alone."""
     sizes = np.zeros((plan.topology.num_lanes, plan.num_microbatches), np.int64)
     for column, micro_batch in enumerate(plan.micro_batches):
         for bucket in micro_batch.buckets:
@@ -61,7 +58,7 @@ def _cp_sizes(plan: Plan) -> Ints:
 
 
 def _reduced(sizes: Ints) -> Ints:
-    """Return the largest of every block of lanes and micro-batches, at most _MAX_LANES x _MAX_MICRO_BATCHES."""
+    """Return the largest CP size of every block of lanes and micro-batches, at most _MAX_LANES x _MAX_MICRO_BATCHES."""
     lanes, columns = (-(-n // most) for n, most in zip(sizes.shape, (_MAX_LANES, _MAX_MICRO_BATCHES), strict=True))
     sizes = np.maximum.reduceat(sizes, np.arange(0, sizes.shape[0], lanes), axis=0)
     reduced: Ints = np.maximum.reduceat(sizes, np.arange(0, sizes.shape[1], columns), axis=1)
@@ -75,7 +72,7 @@ def _draw(panel: Axes, grid: Ints, lanes_per_row: int, theme: Theme) -> None:
         while row < len(sizes):
             size = sizes[row]
             run = next((i for i, other in enumerate(sizes[row:]) if other != size), len(sizes) - row)
-            # Groups of one size are tiles of their own; padding, which needs no group, is one tile.
+            # Each group of this size is a tile of its own; padding, which needs no group, is one tile.
             height = min(run, max(1, size // lanes_per_row)) if size else run
             tiles[size].append(Rectangle(column, column + 1, row, row + height))
             row += height
@@ -86,7 +83,7 @@ def _draw(panel: Axes, grid: Ints, lanes_per_row: int, theme: Theme) -> None:
 
 
 def _describe(panel: Axes, name: str, plan: Plan, grid: Ints, used: Sequence[int]) -> None:
-    """Name the axes; `used`: the micro-batches that are drawn."""
+    """Name the axes; `used` are the micro-batches that are drawn."""
     num_lanes = plan.topology.num_lanes
     lanes, columns = -(-num_lanes // _MAX_LANES), -(-len(used) // _MAX_MICRO_BATCHES)
     panel.set_title(name, fontweight="bold", pad=4)

@@ -1,8 +1,7 @@
 """Pictures of lengths and lanes: how lengths spread, how evenly lanes work, which CP size is best for which length.
 
-`knee`: more lanes make a long sample faster, but every rank's chunks S / 2cp get shorter: kernels fill worse, and at
-the knee the exchange no longer hides behind computing.
-"""
+`knee`: with more lanes a long sample runs faster, but chunks (S / 2cp tokens) fill kernels worse, and at the knee the
+exchange no longer hides behind computing."""
 
 from __future__ import annotations
 
@@ -39,13 +38,8 @@ _MAX_POINTS, _MAX_CURVES = 512, 8
 
 
 def length_histogram(seqlens: Iterable[int], theme: Theme, *, width_in: float = MEDIUM_IN) -> Figure:
-    """Return the picture of `seqlens` (tokens): three rows of bars, one bar per doubling of the length.
-
-    Attention work is the sum of S^2, as causal attention has it.
-
-    Raises:
-        InvalidInputError: there are no lengths.
-    """
+    """Return the picture of `seqlens` (tokens): how samples, tokens and attention work (sum of S^2, causal) spread, a
+    bar per doubling of the length. InvalidInputError: there are no lengths."""
     lengths = np.fromiter(seqlens, np.int64)
     if not lengths.size:
         raise InvalidInputError("a histogram of 0 lengths has no bars: give at least 1")
@@ -79,11 +73,8 @@ def length_histogram(seqlens: Iterable[int], theme: Theme, *, width_in: float = 
 
 
 def length_shares(lengths: Ints) -> tuple[Ints, tuple[Floats, Floats, Floats]]:
-    """Return (powers of two that bound the buckets, shares of samples, tokens and squared tokens in every bucket).
-
-    A bucket holds its upper bound (limits are often powers of two) and not its lower one; that of 1 to 2 holds both.
-    The first and the last hold at least one sample.
-    """
+    """Return (powers of two that bound the buckets, shares of samples, tokens and squared tokens in each). A bucket
+    holds its upper bound and not its lower one; that of 1 to 2 holds both. The first and the last are not empty."""
     exponents = np.frexp(np.maximum(1, lengths - 1).astype(np.float64))[1] - 1
     low, high = int(exponents.min()), int(exponents.max())
     edges: Ints = 1 << np.arange(low, high + 2, dtype=np.int64)
@@ -96,10 +87,8 @@ def length_shares(lengths: Ints) -> tuple[Ints, tuple[Floats, Floats, Floats]]:
 def imbalance(
     lane_busy_s: Sequence[tuple[str, Sequence[float]]], theme: Theme, *, width_in: float = MEDIUM_IN
 ) -> Figure:
-    """Return the picture of (policy, busy seconds of each lane) pairs: lanes from busiest to idlest, means dashed.
-
-    `Timeline.lane_busy_s` has the seconds. Beyond 512 lanes a curve goes through 512 of them, ends included.
-    """
+    """Return the picture of (policy, `Timeline.lane_busy_s`) pairs: lanes from busiest to idlest, means dashed. Beyond
+    512 lanes a curve goes through 512 of them, ends included."""
     figure = new_figure(width_in, 2.9 + 0.2 * len(lane_busy_s))
     panel = figure.subplots()
     longest_s = max(max(busy_s) for _, busy_s in lane_busy_s)
@@ -109,7 +98,7 @@ def imbalance(
         mean_s = float(ordered.mean())
         color = theme.series_color(index)
         points = np.unique(np.linspace(0, len(ordered) - 1, min(len(ordered), _MAX_POINTS)).round().astype(int))
-        # A lane is a step from its place to the next; one lane alone is a line as well.
+        # A lane is a step to the next place, so that one lane alone is a line as well.
         places = np.append(points, len(ordered)) / len(ordered) * 100
         heights = np.append(ordered[points], ordered[-1]) * factor
         ratio = ordered[0] / mean_s if mean_s else 1.0
@@ -128,7 +117,7 @@ def imbalance(
 
 
 def part_bars(times: Sequence[tuple[str, Mapping[str, float]]], theme: Theme, *, width_in: float = MEDIUM_IN) -> Figure:
-    """Return the picture of (name, part -> seconds) pairs: for each a bar of its parts, one behind the other."""
+    """Return the picture of (name, part -> seconds) pairs: a bar each, of its parts one behind the other."""
     figure = new_figure(width_in, 1.3 + 0.45 * len(times))
     panel = figure.subplots()
     factor, unit = time_unit(max(sum(parts.values()) for _, parts in times))
@@ -160,10 +149,8 @@ class KneePoint(NamedTuple):
 def knee_points(
     model: ModelShape, hardware: Hardware, cost_model: CostModel, seqlens: Sequence[int] = DEFAULT_SEQLENS
 ) -> tuple[KneePoint, ...]:
-    """Return a point for every length and CP size that an exchange of the options can serve.
-
-    A point `fits` where the token limit of the options lets the CP size hold the sample; the first lanes are used.
-    """
+    """Return a point for every length and CP size that an exchange of the options serves, on the first lanes. A point
+    `fits` if the CP size holds the sample at the token limit."""
     topology = cost_model.topology
     points = []
     for k, capacity in enumerate(cost_model.table.capacities.tolist()):
@@ -183,7 +170,7 @@ def knee_points(
 
 
 def knee(points: Sequence[KneePoint], theme: Theme, *, width_in: float = MEDIUM_IN) -> Figure:
-    """Return the picture of `knee_points`: MFU against length, a curve per CP size; dots where it fits the limit."""
+    """Return the picture of `knee_points`: MFU against length, a curve per CP size; filled dots fit the token limit."""
     figure = new_figure(width_in, 3.3 if width_in > 4.5 else 3.6)
     panel = figure.subplots()
     _draw_mfu(panel, points, theme)

@@ -1,7 +1,5 @@
-"""What all pictures share: matplotlib at first use, one look, and files that are the same bytes for the same input.
-
-Only matplotlib's object API is used and its settings are put back after every call: no global state, no display.
-"""
+"""What all pictures share: one look, matplotlib imported at first use, and the same bytes for the same input. Only
+matplotlib's object API is used and its settings are put back after every call: no global state, no display."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDE_IN, MEDIUM_IN, NARROW_IN = 8.4, 5.0, 4.0
-"""Widths of a picture across a page, in half of it, and on a phone; the text is equally large in all."""
+"""Widths of a picture across a page, in half of it, and on a phone; text has the same size in all."""
 FONT_PT, SMALL_PT = 9.0, 8.0
 DASHED = (0, (4, 3))
 """Style of lines that mark a mean, or where two figures are equal."""
@@ -42,14 +40,8 @@ class Rectangle(NamedTuple):
 
 @contextmanager
 def look(theme: Theme, *, transparent: bool = False) -> Iterator[None]:
-    """Set colours and sizes for the figures made and saved inside; before and after, settings are the caller's.
-
-    Args:
-        transparent: show the page behind the picture, not the ground of `theme`.
-
-    Raises:
-        UnsupportedFeatureError: matplotlib is not installed.
-    """
+    """Set colours and sizes for figures made and saved inside; afterwards the caller's settings are back. `transparent`
+    shows the page behind instead of the theme's ground. UnsupportedFeatureError: matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -108,25 +100,21 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 def stacked(
     width_in: float, heights_in: Sequence[float], *, each_in: float, rest_in: float, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return an empty figure with panels one above the other; call it inside `look`.
-
-    Args:
-        heights_in: of the panels. each_in: height of what each has around it. rest_in: of labels and legend.
-        options: more of matplotlib's `subplots`.
-    """
+    """Return an empty figure with panels of `heights_in` one above the other, `each_in` more for each and `rest_in` for
+    labels and legend; call it inside `look`. options: more of matplotlib's `subplots`."""
     figure = new_figure(width_in, sum(heights_in) + each_in * len(heights_in) + rest_in)
     panels = figure.subplots(len(heights_in), 1, squeeze=False, height_ratios=heights_in, **options)[:, 0]
     return figure, list(panels)
 
 
 def name_cells(axis: Axis, names: Sequence[int], step: int) -> None:
-    """Name every `step`-th cell of a map at its middle."""
+    """Name every `step`-th cell of a map, at the middle of the cell."""
     places = range(0, len(names), step)
     axis.set_ticks([place + 0.5 for place in places], [str(names[place]) for place in places])
 
 
 def frame_map(panel: Axes, *, first: float = 0.0, last_x: float, last_y: float) -> None:
-    """Have a map begin in its upper left corner, without lines around it."""
+    """Start a map in its upper left corner, without lines around it."""
     panel.set_xlim(first, last_x)
     panel.set_ylim(last_y, first)
     panel.spines[["left", "bottom"]].set_visible(False)
@@ -140,7 +128,7 @@ def save(path: str | Path, draw: Callable[[Theme], Figure], theme: Theme, *, tra
         path: ends in .png or .svg.
         draw: draws a picture, such as `functools.partial(gantt, timelines)`.
         theme: `theme.LIGHT` or `theme.DARK`.
-        transparent: show the page behind the picture: for pages that are as light or dark as the theme.
+        transparent: show the page behind the picture, for pages as light or dark as the theme.
 
     Raises:
         InvalidInputError: another ending, or a place that cannot be written.
@@ -166,7 +154,7 @@ def png_bytes(draw: Callable[[Theme], Figure], theme: Theme, *, transparent: boo
 
 
 def svg_text(draw: Callable[[Theme], Figure], theme: Theme, *, transparent: bool = False) -> str:
-    """Return `draw(theme)` as SVG with its text as text."""
+    """Return `draw(theme)` as SVG that keeps text as text."""
     buffer = io.StringIO()
     with look(theme, transparent=transparent):
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -175,13 +163,8 @@ def svg_text(draw: Callable[[Theme], Figure], theme: Theme, *, transparent: bool
 
 
 def inline_svg(draw: Callable[[Theme], Figure], *, name: str, label: str) -> str:
-    """Return an <svg> element for an HTML page, in the colours of the page.
-
-    Args:
-        draw: draws a picture of a theme.
-        name: of letters and hyphens, used once on the page: ids inside start with it.
-        label: what a screen reader says; escaped here.
-    """
+    """Return an <svg> element in the colours of its HTML page. `name`, of letters and hyphens and used once on the
+    page, begins all ids inside; `label` is for screen readers and escaped here."""
     from html import escape
 
     svg = with_variables(svg_text(draw, CSS))
@@ -195,10 +178,8 @@ def inline_svg(draw: Callable[[Theme], Figure], *, name: str, label: str) -> str
 
 
 def _compact(svg: str) -> str:
-    """Return `svg` with coordinates of two decimals, bars as short paths, and without what matplotlib says of itself.
-
-    What is read, such as the number at a tick, keeps its digits.
-    """
+    """Return `svg` with two decimals in coordinates, bars as short paths, and without metadata. Text that is read, such
+    as the number at a tick, keeps its digits."""
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<[^>]+>", lambda tag: re.sub(r"-?\d+\.\d{3,}", _with_two_decimals, tag[0]), svg)
@@ -213,7 +194,7 @@ def _with_two_decimals(number: re.Match[str]) -> str:
 
 
 def add_rectangles(axes: Axes, rectangles: Sequence[Rectangle], color: str, **style: Any) -> None:
-    """Draw all `rectangles` as one path: thousands then cost one element of a file."""
+    """Draw all `rectangles` as one path, so that thousands are one element of a file."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
 
@@ -227,7 +208,7 @@ def add_rectangles(axes: Axes, rectangles: Sequence[Rectangle], color: str, **st
         )
     ]  # fmt: skip
     codes = [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY] * len(rectangles)
-    # add_patch would look at every corner for limits that all pictures set anyway.
+    # add_patch would look at every corner to find limits, which all pictures set themselves.
     axes.add_artist(PathPatch(Outline(corners, codes), facecolor=color, **{"linewidth": 0, **style}))
 
 
@@ -240,12 +221,12 @@ def add_legend(figure: Figure, entries: Sequence[tuple[str, str]], *, width_in: 
 
 
 def add_handles(figure: Figure, handles: Sequence[Artist], *, width_in: float, title: str = "") -> None:
-    """Put a legend of labelled artists under the picture, row by row, in as many rows as the width needs."""
+    """Put a legend of labelled artists under the picture, in as many rows as the width needs."""
     longest = max(len(str(handle.get_label())) for handle in handles)
     columns = max(1, min(len(handles), int(width_in * 72 / (28 + 0.56 * SMALL_PT * longest))))
     rows = -(-len(handles) // columns)
     columns = -(-len(handles) // rows)
-    # Legends fill column by column; entries are to be read row by row.
+    # Legends fill column by column, but entries should be read row by row.
     by_column = [handles[index] for column in range(columns) for index in range(column, len(handles), columns)]
     figure.legend(
         handles=by_column, loc="outside lower left", ncols=columns, handlelength=1.1, columnspacing=1.4,
@@ -254,7 +235,7 @@ def add_handles(figure: Figure, handles: Sequence[Artist], *, width_in: float, t
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Return (factor, unit) in which `seconds` is a number to read: s, ms or µs."""
+    """Return (factor, unit) that make `seconds` easy to read: s, ms or µs."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * factor >= 1:
             return factor, unit
@@ -262,7 +243,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def format_s(seconds: float) -> str:
-    """Return seconds with three digits and a unit, which no line break parts: 1.23 s, 45.6 ms."""
+    """Return seconds with three digits and a unit, not to be parted by a line break: 1.23 s, 45.6 ms."""
     factor, unit = time_unit(seconds) if seconds else (1.0, "s")
     number = f"{seconds * factor:#.3g}".rstrip(".") if 0 < seconds * factor < 999.5 else f"{seconds * factor:.0f}"
     return f"{number}\u00a0{unit}"
@@ -277,14 +258,14 @@ def format_count(value: float) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return bytes with three digits and a unit, which no line break parts: 950 B, 12.3 MB."""
+    """Return bytes with three digits and a unit, not to be parted by a line break: 950 B, 12.3 MB."""
     number = format_count(num_bytes)
     unit = "" if number[-1].isdigit() else number[-1]
     return f"{number.removesuffix(unit)}\u00a0{unit}B"
 
 
 def format_tokens(tokens: int) -> str:
-    """Return a number of tokens, multiples of 1024 as such: 512, 8k, 128k, 1M."""
+    """Return a number of tokens, multiples of 1024 in k or M: 512, 8k, 128k, 1M."""
     for factor, suffix in ((1 << 20, "M"), (1 << 10, "k")):
         if tokens >= factor and tokens % factor == 0:
             return f"{tokens // factor}{suffix}"

@@ -1,7 +1,7 @@
 """Pipeline Gantt of several policies on one time axis: who computes what when, and which lanes a CP group joins.
 
-A bar is one operation of one bucket on one stage. It spans the lanes of its CP group; its colour shows the CP size.
-Forward is muted, backward strong, a place that computes only padding is grey, and idle time shows the band behind.
+A bar is an operation of a bucket on a stage. It spans the lanes of its CP group, and its colour is the CP size: muted
+in forward, strong in backward, grey for padding alone. Idle time shows the band behind.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _MAX_BARS = 4000
 _MAX_NUMBERS = 240
 _NUMBER_PT, _ARROW_PT = 6.5, 44
 _TICK_GAP = 0.05
-"""Between the bar of a tick and the next stage, in rows."""
+"""Gap between the bar of a tick and the next stage, in rows."""
 _DATA_SHARE = 0.87
-"""Of the width, for the axis of time."""
+"""Share of the width that the time axis takes."""
 
 
 class _Window(NamedTuple):
-    """The places that are drawn: these lanes of these stages."""
+    """The places that are drawn: some lanes of some stages."""
 
     stages: range
     lanes: range
@@ -56,20 +56,15 @@ class _Window(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all stages."""
         return len(self.stages) * self.rows_of_stage
 
     def row(self, stage: int, lane: int) -> int:
-        """Return the row of a place, from the top."""
         return self.stages.index(stage) * self.rows_of_stage + lane - self.lanes.start
 
 
 def gantt(timelines: Sequence[tuple[str, Timeline]], theme: Theme, *, width_in: float = WIDE_IN) -> Figure:
-    """Return the picture of (policy, timeline) pairs, one above the other.
-
-    With more places than a picture holds, it shows an aligned block of lanes: the one that ends last, since it decides
-    how long the iteration takes. The picture says so.
-    """
+    """Return the picture of (policy, timeline) pairs, one above the other. If there are too many places, it shows the
+    aligned block of lanes that ends last, since that decides how long the iteration takes, and says so."""
     windows = [_window(timeline) for _, timeline in timelines]
     heights = [_height_in(window) for window in windows]
     figure, panels = stacked(width_in, heights, each_in=0.42, rest_in=1.05, sharex=True)
@@ -94,7 +89,7 @@ def _height_in(window: _Window) -> float:
 
 
 def _window(timeline: Timeline) -> _Window:
-    """Return the places to draw: all stages, and as many lanes as rows and bars allow."""
+    """Return the places to draw: all stages (at most 64), and as many lanes as rows and bars allow."""
     topology = timeline.plan.topology
     stages = topology.pp_size
     if stages > _MAX_ROWS:
@@ -115,7 +110,7 @@ def _last_lane(timeline: Timeline) -> int:
 def _draw(
     panel: Axes, timeline: Timeline, window: _Window, theme: Theme, factor: float, inches: tuple[float, float, float]
 ) -> set[int]:
-    """Draw the bars; return the CP sizes that are there, 0 standing for empty places."""
+    """Draw the bars and return their CP sizes, 0 for empty places."""
     end = timeline.makespan_s * factor
     for stage in window.stages:
         top = window.row(stage, window.lanes.start)
@@ -138,7 +133,7 @@ def _draw(
             start = (timeline.ends_ns[index, first] - durations[index, first]) * to_unit
             for ends_ns, lanes in _runs(timeline.ends_ns[index, first:last], first):
                 stop, top = ends_ns * to_unit, window.row(stage, lanes.start)
-                # A gap of a third of a point between lanes that no group joins.
+                # A third of a point parts lanes that no group joins.
                 gap = min(0.2, 0.35 / pt_per_row)
                 bar = Rectangle(start, stop, top + gap, top + len(lanes) - gap)
                 bars[cp_size, forward].append(bar)
@@ -190,7 +185,6 @@ def _describe(panel: Axes, name: str, timeline: Timeline, window: _Window, theme
 
 
 def _name_rows(panel: Axes, name: str, facts: str, theme: Theme) -> None:
-    """Write above the rows of a policy what it is called and what is known of it."""
     panel.set_title(name, fontweight="bold", color=theme.ink, pad=5)
     panel.set_title(facts, loc="right", fontsize=SMALL_PT, color=theme.muted, pad=5)
     panel.spines[["left", "bottom"]].set_visible(False)
@@ -198,14 +192,11 @@ def _name_rows(panel: Axes, name: str, facts: str, theme: Theme) -> None:
 
 
 def _name_time(panels: Sequence[Axes], longest: float, unit: str) -> None:
-    """Give panels one axis of time, named below the last."""
     panels[0].set_xlim(0, longest * 1.004)
     panels[-1].set_xlabel(f"time since the start of the iteration ({unit})")
 
 
 class _Number(NamedTuple):
-    """What is written into a bar, in which colour."""
-
     bar: Rectangle
     words: str
     color: str
@@ -227,11 +218,10 @@ def _draw_bars(
         number = panel.text(
             *where, words, ha="center", va="center_baseline", fontsize=_NUMBER_PT, color=color, clip_on=True, zorder=3
         )
-        number.set_in_layout(False)  # measuring hundreds would take most of the time
+        number.set_in_layout(False)  # measuring hundreds of texts would take most of the time
 
 
 def _label_rows(panel: Axes, window: _Window, timeline: Timeline) -> None:
-    """Name stages where there are several, else some lanes."""
     lanes = window.lanes
     if timeline.plan.topology.pp_size > 1:
         stages = window.stages[:: -(-len(window.stages) // 8)]
@@ -272,10 +262,8 @@ def _mark_end(
 
 
 def cp_legend(sizes: set[int], theme: Theme) -> list[tuple[str, str]]:
-    """Return (label, colour) of CP sizes, ascending; the largest colour stands for all sizes beyond it, too.
-
-    Sizes that are no powers of two, of placed buckets, have the colour of the next smaller one.
-    """
+    """Return (label, colour) of CP sizes, ascending. The largest colour stands for all larger sizes, too; sizes that
+    are no powers of two (placed buckets) have the colour of the next smaller one."""
     largest = 1 << (len(theme.cp_sizes) - 1)
     labels: dict[str, list[str]] = defaultdict(list)
     for size in sorted({min(size, largest) for size in sizes}):
@@ -287,9 +275,9 @@ def cp_legend(sizes: set[int], theme: Theme) -> list[tuple[str, str]]:
 def tick_gantt(pools: Sequence[tuple[str, PlannedTasks]], theme: Theme, *, width_in: float = WIDE_IN) -> Figure:
     """Return the picture of (policy, plan of a pool) pairs, one above the other: what each stage runs in each tick.
 
-    A bar is a tick on a stage, from its first layer, at which all stages meet, to the end of what the stage does behind
-    the last one. Forward is muted, backward strong; a stage without a micro-batch, which serves others, is grey.
-    Numbers are micro-batches, with chunks as in 1.3: chunk 1 of 3.
+    A bar is a tick on a stage: from its first layer, at which all stages meet, to the end of what the stage does behind
+    its last layer. Forward is muted, backward strong; a stage that only serves others is grey. Numbers are
+    micro-batches, with chunks as in 1.3: chunk 1 of micro-batch 3.
     """
     heights = [min(2.5, max(0.9, 0.22 * pool.plan.topology.pp_size)) for _, pool in pools]
     figure, panels = stacked(width_in, heights, each_in=0.42, rest_in=1.05, sharex=True)

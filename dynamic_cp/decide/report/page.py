@@ -1,7 +1,5 @@
-"""What all HTML pages share: the template, the colours, and pictures in two widths that take the page's colours.
-
-A page is one file without scripts that loads nothing. Light or dark follows the reader's system; on paper it is light.
-"""
+"""What all HTML pages share: the template, the colours, and pictures in two widths that take the page's colours. A page
+is one file that runs and loads nothing. It is light or dark as the reader's system is, and light on paper."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 class Draw(Protocol):
-    """A picture that is drawn in any theme and width."""
+    """Draws a picture in any theme and width."""
 
     def __call__(self, theme: Theme, *, width_in: float) -> Figure:
         """Return the figure."""
@@ -38,7 +36,7 @@ class Picture(NamedTuple):
 
 
 def picture(draw: Draw, *, name: str, title: str, caption: str, width_in: float) -> Picture:
-    """Return `draw` as inline SVG of `width_in` inches and of a phone's width; `name`: letters and hyphens, its own."""
+    """Return `draw` as inline SVG in `width_in` inches and in a phone's width; `name`: unique, letters and hyphens."""
     from markupsafe import Markup
 
     def drawn(at_in: float, suffix: str) -> Markup:
@@ -50,11 +48,7 @@ def picture(draw: Draw, *, name: str, title: str, caption: str, width_in: float)
 
 
 def render(template: str, *, title: str, facts: str, command: str, inputs: Mapping[str, Any], **view: Any) -> str:
-    """Return the page of `template`; everything in it is escaped but pictures.
-
-    Raises:
-        UnsupportedFeatureError: jinja2 is not installed.
-    """
+    """Return the page of `template`, all but pictures and styles escaped; UnsupportedFeatureError: no jinja2."""
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError as error:

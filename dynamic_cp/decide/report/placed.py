@@ -1,4 +1,4 @@
-"""The part of a comparison's page that shows placed attention: tiles, bytes by link, and what each lane has of it."""
+"""The part of a comparison's page about placed attention: tiles, bytes by link, and the share of each lane."""
 
 from __future__ import annotations
 
@@ -40,18 +40,15 @@ if TYPE_CHECKING:
 
 LayerMask = Causal | Full | Lambda
 _MAX_CELLS = 32
-"""Lanes, or nodes, that a picture of bytes tells apart; of more, neighbours share a cell."""
+"""Most lanes, or nodes, that a picture of bytes shows one by one; if there are more, neighbours share a cell."""
 _MAX_BARS, _LEVELS = 64, 4
 _NUMBER_PT = 36
-"""Width of a cell in which a number of bytes has room."""
+"""Width in points of a cell that has room for a number of bytes."""
 
 
 def placed_links(sent: Sent, nodes: Ints, theme: Theme, *, first_lane: int = 0, width_in: float = MEDIUM_IN) -> Figure:
-    """Return the picture of the bytes that lanes of a bucket send, and from node to node where there are several.
-
-    Args:
-        nodes: [lane] -> its node, numbered from 0 on.
-    """
+    """Return the picture of the bytes that lanes of a bucket send each other, and nodes if there are several; `nodes`:
+    [lane] -> its node, numbered from 0."""
     num_lanes, num_nodes = len(nodes), int(nodes.max()) + 1
     per_cell = -(-num_lanes // _MAX_CELLS)
     panels = [("lane", sent.between(np.arange(num_lanes) // per_cell), per_cell)]
@@ -115,7 +112,7 @@ def placed_shares(
     windowed: tuple[float, LayerMask] | None = None,
     width_in: float = MEDIUM_IN,
 ) -> Figure:
-    """Return the picture of `lane_shares`, with max / mean; of many lanes, the largest of neighbours."""
+    """Return the picture of `lane_shares` with max / mean; with many lanes a bar is the largest of neighbours."""
     shares = lane_shares(bucket, mask, sent, nodes, windowed)
     per_bar = -(-bucket.cp_size // _MAX_BARS)
     begins = np.arange(0, bucket.cp_size, per_bar)
@@ -148,12 +145,8 @@ def lane_shares(
     nodes: Ints,
     windowed: tuple[float, LayerMask] | None = None,
 ) -> dict[str, Floats]:
-    """Return what -> [lane] how much of it: tokens, pairs that kernels compute in the mean of layers, bytes.
-
-    Args:
-        mask: of samples that bring none.
-        windowed: the share of layers that have a window, and their mask, where `mask` is that of the others.
-    """
+    """Return what -> [lane]: tokens held, pairs computed (mean of the layers), bytes sent. `mask` is that of samples
+    without one; `windowed`: the share of layers with a window, and their mask; then `mask` is that of the others."""
     placement, inner, num_groups = bucket.placement, bucket.inner_cp_size, bucket.num_inner_groups
     assert placement is not None
     share = 0.0 if windowed is None else windowed[0]
@@ -161,7 +154,7 @@ def lane_shares(
     if windowed is not None:
         own = placement_under(placement, bucket.samples, windowed[1], Lanes(num_groups, 0, num_groups))
         pairs += share * _lane_pairs(own, bucket, windowed[1])
-    # The lanes of an inner group have equal shares: of its tokens, and of the heads of its pairs.
+    # The lanes of an inner group share its tokens, and the heads of its pairs, equally.
     return {
         "tokens held": np.repeat(np.array(placement.home_tokens(num_groups), np.float64) / inner, inner),
         "pairs computed": np.repeat(pairs / inner, inner),
@@ -170,13 +163,13 @@ def lane_shares(
 
 
 def _lane_pairs(placement: Placement, bucket: Bucket, mask: LayerMask) -> Floats:
-    """Return [inner group] pairs that kernels of a layer compute."""
+    """Return [inner group] -> pairs that the kernels of a layer compute."""
     pairs = work_of_tiles(placement, bucket.samples, mask).squared_tokens * mask.pairs_per_token2
     return np.bincount(placement.tiles[:, LANE], pairs, bucket.num_inner_groups).astype(np.float64)
 
 
 def placed_section(name: str, plan: Plan, problem: Problem) -> dict[str, Any]:
-    """Return the pictures of the placed bucket of a plan with most work, and a note; none where no bucket is placed."""
+    """Return the pictures of the plan's placed bucket with most work, and a note; empty if no bucket is placed."""
     rows = [
         (sum(sample.squared_tokens for sample in bucket.samples), -index, bucket)
         for index, micro_batch in enumerate(plan.micro_batches)

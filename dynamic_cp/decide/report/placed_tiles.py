@@ -1,8 +1,7 @@
 """Tiles of a placed bucket: which lane computes which queries against which keys, in which division; who holds them.
 
 A square is a sample: queries from top to bottom, keys from left to right, as far as its mask allows. The strips at its
-upper and left edge are its homes. Lanes are grouped where there are more than colors.
-"""
+upper and left edge are its homes. If there are more lanes than colors, neighbours share one."""
 
 from __future__ import annotations
 
@@ -41,14 +40,14 @@ _PALEST = 0.25
 
 
 def samples_by_work(bucket: Bucket) -> list[tuple[int, float]]:
-    """Return (number of a sample, its share of the bucket's pairs), descending by that: the first ones are drawn."""
+    """Return (number of a sample, its share of the bucket's pairs), most first; the first ones are drawn."""
     work = [sample.squared_tokens for sample in bucket.samples]
     order = sorted(range(len(work)), key=lambda number: (-work[number], number))
     return [(number, work[number] / sum(work)) for number in order]
 
 
 def placed_tiles(bucket: Bucket, mask: Mask, theme: Theme, *, width_in: float = WIDE_IN) -> Figure:
-    """Return the picture of a placed bucket's samples with most work: as many as the width holds."""
+    """Return the picture of the samples with most work in a placed bucket, as many as the width holds."""
     placement = bucket.placement
     assert placement is not None
     num_shown = MAX_SAMPLES if width_in > WIDE_IN - 1 else 1
@@ -94,7 +93,7 @@ def _draw(
     panel: Axes, bucket: Bucket, number: int, of_tile: Ints, colors: dict[int, tuple[str, float]],
     mask: Mask, theme: Theme,
 ) -> None:  # fmt: skip
-    """Draw the tiles of a sample in the colors of `of_tile`."""
+    """Draw the tiles of a sample; `of_tile` has the color of each."""
     placement, sample = bucket.placement, bucket.samples[number]
     assert placement is not None
     tiles = placement.tiles.astype(np.int64)
@@ -121,7 +120,7 @@ def _exact(placement: Placement, tiles: Ints, of_tile: Ints) -> dict[int, list[R
 
 
 def _reduced(placement: Placement, tiles: Ints, of_tile: Ints) -> dict[int, list[Rectangle]]:
-    """Return cells that stand for what lies in their middle, neighbours of one color joined."""
+    """Return cells in the color of what lies in their middle; neighbours of one color are joined."""
     number = placement.homes[tiles[0, ROW], SAMPLE]
     own = np.flatnonzero(placement.homes[:, SAMPLE] == number)
     first, seqlen = int(own[0]), int(placement.homes[own[-1], STOP])
@@ -143,7 +142,7 @@ def _reduced(placement: Placement, tiles: Ints, of_tile: Ints) -> dict[int, list
 
 
 def _allowed(mask: Mask, seqlen: int) -> Outline | None:
-    """Return the outline of the pairs that a mask allows; None where it is too ragged to be seen."""
+    """Return the outline of the pairs that a mask allows; None if it is too ragged to be seen."""
     from matplotlib.path import Path as Outline
 
     corners: list[tuple[float, float]] = []
@@ -161,7 +160,6 @@ def _allowed(mask: Mask, seqlen: int) -> Outline | None:
 def _draw_homes(
     panel: Axes, placement: Placement, number: int, seqlen: int, lanes_per_color: int, theme: Theme
 ) -> None:
-    """Draw the strips; neighbours of one color are one."""
     strips: dict[int, list[Rectangle]] = defaultdict(list)
     near, far = -_GAP * seqlen, -(_GAP + _STRIP) * seqlen
     homes = placement.homes[placement.homes[:, SAMPLE] == number].astype(np.int64)

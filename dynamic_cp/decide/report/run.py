@@ -1,4 +1,4 @@
-"""What a training run wrote down: its iterations, what it says of its job, and when ranks ran which operation."""
+"""Reads what a training run wrote: its iterations, facts about its job, and when ranks ran which operation."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ class RunRecord:
 
     Attributes:
         iteration: its number, from 1.
-        predicted_s: what the plan was expected to take.
-        measured_s: what the iteration took.
+        predicted_s, measured_s: what the plan was expected to take, and what the iteration took.
         loss: mean per token.
-        num_microbatches: of the plan.
         cp_histogram: CP size -> number of buckets with samples.
         padding: share of padding in all tokens that are computed.
         imbalance: max / mean of the lanes' busy seconds, as planned.
-        planner_s: seconds of planning. exposed_s: those for which training waited.
+        planner_s, exposed_s: seconds of planning, and those of them for which training waited.
         tokens: true tokens of the global batch.
-        peak_bytes: most that torch's allocator on rank 0 has given out so far; on a GPU.
-        share_of_others: of the cores, taken from the ranks by other processes; on CPUs.
+        peak_bytes: most that torch's allocator on rank 0 has given out so far; on GPUs.
+        share_of_others: share of the cores that other processes took from the ranks; on CPUs.
     """
 
     iteration: int
@@ -64,13 +62,9 @@ class RunRecord:
 
 
 def read_run(directory: str | Path) -> tuple[RunRecord, ...]:
-    """Return the records of a run's dump by iteration; fields that `RunRecord` does not have are ignored.
-
-    An iteration that is there twice (a run that resumed from an older checkpoint) counts as it was run last.
-
-    Raises:
-        DataError: no such file, no iterations, or a line that is no record; the message has its number.
-    """
+    """Return the records of a run's dump by iteration, without fields that `RunRecord` does not have. An iteration that
+    is there twice (a run that resumed from an older checkpoint) counts as it was run last. DataError: no such file, no
+    iterations, or a line that is no record; the message has its number."""
     path = Path(directory) / FILE_NAME
     lines = lines_of(path, "was the run started with --dynamic-cp-dump?")
     records: dict[int, RunRecord] = {}
@@ -92,11 +86,8 @@ def lines_of(path: Path, remedy: str) -> list[str]:
 
 
 def read_about(directory: str | Path) -> dict[str, str]:
-    """Return what a run's dump says of its job, name -> value; empty where it says nothing (an older dump).
-
-    Raises:
-        DataError: the file is there and cannot be read.
-    """
+    """Return what a run's dump says of its job, name -> value; {} for an older dump, which says nothing. DataError: the
+    file is there and cannot be read."""
     path = Path(directory) / ABOUT_NAME
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -151,7 +142,7 @@ def _number(where: str, name: str, value: Any) -> int | float:
 
 
 def _histogram(where: str, value: Any) -> dict[int, int]:
-    """Return CP size -> buckets; the keys of JSON objects are strings."""
+    """Return CP size -> buckets; JSON objects have strings as keys."""
     try:
         return {int(cp_size): int(count) for cp_size, count in sorted(value.items(), key=lambda one: int(one[0]))}
     except (AttributeError, TypeError, ValueError) as error:
@@ -160,15 +151,8 @@ def _histogram(where: str, value: Any) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSpan:
-    """When one rank ran one operation.
-
-    Attributes:
-        iteration: of the run, from 1.
-        stage, lane: where.
-        micro_batch, kind, chunk: which operation, as in `schedule.Operation`.
-        start_s: on a clock that all ranks share; where it starts does not matter.
-        duration_s: until the device was done.
-    """
+    """When one rank ran one operation (`schedule.Operation`): `start_s` is on a clock that all ranks share, with any
+    origin; `duration_s` lasts until the device was done. Iterations count from 1."""
 
     iteration: int
     stage: int
@@ -192,16 +176,9 @@ class MeasuredSpan:
 
 
 def read_spans(directory: str | Path, iterations: range | None = None) -> tuple[MeasuredSpan, ...]:
-    """Return the spans that the ranks of a run wrote to `directory`/spans/rank*.jsonl.
-
-    An iteration that is there twice (a run that resumed from an older checkpoint) counts as it was run last.
-
-    Args:
-        iterations: those to read; None = all.
-
-    Raises:
-        DataError: no such files, no such iterations, or a line that is no record; the message has its number.
-    """
+    """Return the spans that the ranks of a run wrote to `directory`/spans/rank*.jsonl, of `iterations` (None = all). An
+    iteration that is there twice (a run that resumed from an older checkpoint) counts as it was run last. DataError: no
+    such files, no such iterations, or a line that is no record; the message has its number."""
     paths = sorted(Path(directory).glob("spans/rank*.jsonl"))
     if not paths:
         raise DataError(f"{directory} has 0 files spans/rank*.jsonl: was the run started with --dynamic-cp-dump?")

@@ -45,11 +45,7 @@ def render_run_report(
     records: Sequence[RunRecord], *, command: str = "", inputs: Mapping[str, Any] | None = None
 ) -> str:
     """Return the page of a run as one self-contained HTML document; it shows `command` and `inputs` as they are.
-
-    Raises:
-        InvalidInputError: there are no records.
-        UnsupportedFeatureError: matplotlib or jinja2 is not installed.
-    """
+    InvalidInputError: there are no records; UnsupportedFeatureError: matplotlib or jinja2 is not installed."""
     if not records:
         raise InvalidInputError("0 iterations are given, a report needs at least 1: did the run get that far?")
     steady = records[1:] or records  # the first one loads and compiles
@@ -71,7 +67,7 @@ def render_run_report(
 
 
 def _summary(steady: Sequence[RunRecord], num_left_out: int) -> dict[str, str]:
-    # As in the summary at the end of a run.
+    # The summary that a run prints at its end computes the same.
     typical = sum(one.measured_s for one in steady) / sum(one.predicted_s for one in steady)
     spread = statistics.median(abs(one.measured_over_predicted / typical - 1) for one in steady)
     close = abs(typical - 1) <= _CLOSE
@@ -141,7 +137,7 @@ def _pictures(records: Sequence[RunRecord]) -> list[Any]:
 
 
 def _table(records: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return rows of some iterations, and which they are."""
+    """Return the rows of at most _MAX_ROWS iterations, and a note on which they are."""
     step = -(-len(records) // _MAX_ROWS)
     shown = records[::step]
     note = counted(len(records), "iteration") if step == 1 else f"1 in {step} of {len(records)} iterations"
@@ -170,10 +166,7 @@ def _row(one: RunRecord) -> list[str]:
 
 def times(records: Sequence[RunRecord], theme: Theme, *, width_in: float = WIDE_IN) -> Figure:
     """Return the picture of measured and predicted seconds over the iterations; a long run shows every n-th.
-
-    Raises:
-        InvalidInputError: there are no records.
-    """
+    InvalidInputError: there are no records."""
     shown = _thinned(records)
     figure = new_figure(width_in, 2.9)
     panel = figure.subplots()
@@ -187,7 +180,7 @@ def times(records: Sequence[RunRecord], theme: Theme, *, width_in: float = WIDE_
     panel.plot(number, measured, color=broad, linewidth=3, alpha=0.55, label="measured", marker=marker, markersize=6)
     panel.plot(number, predicted, color=thin, linewidth=1, label="predicted", marker=marker, markersize=2.5)
     highest = max(max(one.predicted_s, one.measured_s) for one in shown)
-    # One slow iteration (the first compiles) must not flatten all others.
+    # One slow iteration, such as the first, which compiles, must not flatten all others.
     usual = float(np.percentile([max(one.predicted_s, one.measured_s) for one in shown], 98))
     panel.set_ylim(0, 1.08 * factor * (highest if highest < 2 * usual else 1.5 * usual))
     _over_iterations(panel, f"time of an iteration ({unit})", number)
@@ -217,11 +210,8 @@ def agreement(records: Sequence[RunRecord], theme: Theme, *, width_in: float = M
 
 
 def cp_sizes(records: Sequence[RunRecord], theme: Theme, *, width_in: float = MEDIUM_IN) -> Figure:
-    """Return the picture of the CP sizes of buckets over the iterations, as shares; a long run shows means of several.
-
-    Raises:
-        InvalidInputError: no record has a CP histogram.
-    """
+    """Return the picture of the shares of CP sizes among buckets over the iterations; a long run shows means of
+    several. InvalidInputError: no record has a CP histogram."""
     known = [one for one in records if one.cp_histogram]
     if not known:
         raise InvalidInputError("0 records have a cp_histogram, at least 1 is needed: was it a dynamic-CP run?")

@@ -1,9 +1,8 @@
-"""Colours of the pictures and pages: a light and a dark theme, and one made of names for pages that switch by CSS.
+"""Colours of pictures and pages: a light and a dark theme, and one of CSS names for pages that switch.
 
-CP sizes have cool colours up to 8 and warm ones above: with one rank per lane and 8 ranks per node, warm crosses nodes.
-Inside each half the lightness changes step by step, so that neighbours differ without colour vision
-(tests/unit/report/test_theme.py simulates its three common losses). Policies take the colours of Okabe and Ito, "Color
-Universal Design" (2008), lightened for the dark theme.
+CP sizes up to 8 have cool colours, larger ones warm: with one rank per lane and 8 ranks per node, warm crosses nodes.
+Within each half the lightness changes step by step, so that neighbours differ without colour vision (test_theme.py
+simulates its three common losses). Policies have the colours of Okabe and Ito, "Color Universal Design" (2008).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 _FORWARD_STRENGTH = 0.55
-"""Forward is drawn in the colour of backward, mixed with the background."""
+"""Forward has this share of the colour of backward; the rest is background."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +20,11 @@ class Theme:
     """Colours as #rrggbb.
 
     Attributes:
-        background: behind everything. band: behind the bars of a place, visible where it is idle.
-        ink, muted: text, and text that may be missed. grid: lines behind the data.
+        band: behind the bars of a place, visible where it is idle.
+        ink, muted, grid: text, text of less weight, lines behind the data.
         empty: a place that computes only padding.
         series: one per policy or curve.
-        cp_sizes, cp_sizes_forward: [log2 of the CP size] -> colour of backward and of forward; the last stands for all
-            larger ones.
+        cp_sizes, cp_sizes_forward: [log2 of the CP size] -> colour of backward, of forward; the last is for all larger.
         cp_inks, cp_inks_forward: text on them.
         parts: of an iteration, in the order of `dynamic_cp.decide.comparison.parts.PART_LABELS`.
     """
@@ -45,17 +43,16 @@ class Theme:
     parts: tuple[str, ...]
 
     def cp_color(self, cp_size: int, *, forward: bool = False) -> str:
-        """Return the colour of a CP size."""
         colors = self.cp_sizes_forward if forward else self.cp_sizes
         return colors[min(cp_size.bit_length() - 1, len(colors) - 1)]
 
     def series_color(self, index: int) -> str:
-        """Return the colour of the policy or curve at `index`; they repeat after the last."""
+        """Return the colour of the policy or curve at `index`; colours repeat after the last."""
         return self.series[index % len(self.series)]
 
     @property
     def named_colors(self) -> dict[str, str]:
-        """Every colour by the name of its CSS variable."""
+        """Name of the CSS variable -> colour."""
         named: dict[str, str] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -137,7 +134,7 @@ THEMES = {"light": LIGHT, "dark": DARK}
 
 
 def _stand_ins() -> Theme:
-    """Return a theme whose colours are all different and in neither theme: `with_variables` replaces them by names."""
+    """Return a theme of unique colours that no other theme has; `with_variables` replaces them by CSS variables."""
     names = iter(range(1, 1000))
 
     def unique() -> str:
@@ -151,11 +148,11 @@ def _stand_ins() -> Theme:
 
 
 CSS = _stand_ins()
-"""Draw with this theme, then `with_variables`: the picture takes its colours from the page it stands in."""
+"""Draw with this theme, then call `with_variables`: the picture takes the colours of the page it stands in."""
 
 
 def with_variables(svg: str) -> str:
-    """Return an SVG that was drawn with `CSS`, with CSS variables for its colours."""
+    """Return an SVG that was drawn with `CSS`, its colours replaced by CSS variables."""
     name_of = {color: name for name, color in CSS.named_colors.items()}
     return re.sub(r"#fe[0-9a-f]{4}", lambda match: f"var({name_of[match[0]]})", svg)
 

@@ -1,9 +1,8 @@
-"""Traces for Perfetto (ui.perfetto.dev) and chrome://tracing, of simulated iterations and of measured ones.
+"""Traces of simulated and of measured iterations, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-A process is a pipeline stage, a thread a lane. Each operation is a slice; arrows lead from a stage to the next (P2P)
-and through the lanes of a CP group; a counter per stage follows the tokens in flight, and a mark stands at the end.
-
-Source: "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
+A process is a pipeline stage, a thread a lane, a slice an operation. Arrows lead from a stage to the next (P2P) and
+through the lanes of a CP group. A counter per stage follows the tokens in flight; a mark stands at the end. Source:
+"Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 """
 
 from __future__ import annotations
@@ -46,16 +45,12 @@ def trace_events(
     first_process: int = 0,
     lanes: range | None = None,
 ) -> list[Event]:
-    """Return the events of a simulated iteration.
+    """Return the events of a simulated iteration. InvalidInputError: lanes that are not there.
 
     Args:
-        timeline: of `simulate`.
         label: stands before the names of processes, to tell several timelines in one trace apart.
         first_process: process number of stage 0; give the second timeline the number of stages of the first.
-        lanes: which to show; None = all. Arrows and counters are about these lanes only.
-
-    Raises:
-        InvalidInputError: lanes that are not there.
+        lanes: lanes to show; None = all. Arrows and counters are about these alone.
     """
     topology = timeline.plan.topology
     lanes = shown_lanes(lanes, topology.num_lanes)
@@ -97,11 +92,11 @@ def _slice(span: Span, lane: int, first_process: int, tokens: Ints) -> Event:
 
 
 def _group_arrows(spans: Sequence[Span], lanes: range, first_process: int) -> list[Event]:
-    """Return an arrow through the lanes of each group; its points are inside the slices that it joins."""
+    """Return an arrow through the lanes of each group; its points are inside the slices of these lanes."""
     events: list[Event] = []
     for number, span in enumerate(spans):
         shown = _shown(span, lanes)
-        # Lanes may end one by one; the arrow goes on in time and stays inside all slices.
+        # Lanes may end one by one; the arrow moves forward in time and stays inside all slices.
         shortest_ns = min(span.end_on_ns(lane) for lane in shown) - span.start_ns
         if len(shown) < 2 or shortest_ns == 0:
             continue
@@ -127,7 +122,7 @@ def _stage_arrows(timeline: Timeline, lanes: range, first_process: int) -> list[
             if lane >= min(bucket.lanes.stop, lanes.stop):
                 continue
             name = f"p2p-{first_process}-{index}-{lane}"
-            # A slice does not hold its own end, so the arrow leaves from its middle.
+            # A slice does not contain its own end, so the arrow leaves from its middle.
             leaves_us = (starts_ns[sender, lane] + timeline.ends_ns[sender, lane]) / 2e3
             to = first_process + int(graph.stage[index])
             events.append(_arrow("s", "P2P", name, leaves_us, first_process + int(graph.stage[sender]), lane))
@@ -143,7 +138,7 @@ def _arrow(phase: str, name: str, identity: str, ts_us: float, process: int, lan
 
 
 def _tokens_in_flight(timeline: Timeline, lanes: range, first_process: int, tokens: Ints) -> list[Event]:
-    """Return a counter per stage: tokens of the lane that holds most, from the start of F to the end of B."""
+    """Return a counter per stage: tokens of the lane that holds most, each from the start of F to the end of B."""
     topology, graph = timeline.plan.topology, timeline.graph
     shown = slice(lanes.start, lanes.stop)
     durations = durations_ns(timeline.grid, graph)[:, shown]
@@ -193,13 +188,10 @@ def _end(timeline: Timeline, label: str, lanes: range, first_process: int) -> li
 def tick_events(
     planned: PlannedTasks, *, label: str = "", first_process: int = 0, lanes: range | None = None
 ) -> list[Event]:
-    """Return the events of an iteration of a pool, whose stages are all in one phase; arguments as of `trace_events`.
+    """Return the events of an iteration of a pool; arguments and errors as of `trace_events`.
 
     A slice is a tick on a lane, from its first layer, at which all stages meet, to the end of what the stage does
-    behind the last one. It is named after what the stage runs, a model chunk of a micro-batch as in "0F3", or "serves".
-
-    Raises:
-        InvalidInputError: lanes that are not there.
+    behind its last layer. Its name is what the stage runs, as in "0F3" (model chunk 0, micro-batch 3), or "serves".
     """
     plan = planned.plan
     topology, name = plan.topology, label or plan.policy
@@ -239,12 +231,8 @@ def tick_events(
 def measured_trace_events(
     spans: Iterable[MeasuredSpan], *, label: str = "measured", first_process: int = 0
 ) -> list[Event]:
-    """Return the events of measured iterations, one after the other as the clock says; the first starts at 0.
-
-    Raises:
-        InvalidInputError: no spans, or two that overlap on one rank by more than a microsecond (clocks have steps; a
-            smaller overlap is taken off the earlier one).
-    """
+    """Return the events of measured iterations by the clock, from 0. InvalidInputError: no spans, or two that overlap
+    on one rank by more than a microsecond (less is taken off the earlier one, as clocks have steps)."""
     of_place: dict[tuple[int, int], list[MeasuredSpan]] = defaultdict(list)
     for span in spans:
         of_place[span.stage, span.lane].append(span)
@@ -286,16 +274,14 @@ def _check_overlap(span: MeasuredSpan, following: MeasuredSpan, overlap_ns: int)
 
 
 def write_trace(path: str | Path, events: Sequence[Event], *, about: Mapping[str, Any] | None = None) -> None:
-    """Write `events` to `path`, compressed if it ends in .gz, and what the viewer shows `about` the trace.
-
-    The same events give the same bytes. InvalidInputError: the place cannot be written.
-    """
+    """Write `events` to `path`, compressed if it ends in .gz, and what the viewer shows `about` the trace. Equal events
+    give equal bytes. InvalidInputError: the place cannot be written."""
     lines = ",\n".join(json.dumps(event, separators=(",", ":"), allow_nan=False) for event in events)
     rest = json.dumps({"displayTimeUnit": "ms", "otherData": dict(about or {})})[1:]
     content = f'{{"traceEvents":[\n{lines}\n],\n{rest}\n'.encode()
     if str(path).endswith(".gz"):
         buffer = io.BytesIO()
-        # Name and time stay out of the file: they would make it different bytes.
+        # Without name and time in the file, equal events give equal bytes.
         with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as compressed:
             compressed.write(content)
         content = buffer.getvalue()
@@ -333,7 +319,7 @@ def shown_lanes(lanes: range | None, num_lanes: int) -> range:
 def slice_event(
     name: str, kind: str, span_ns: tuple[int, int], place: tuple[int, int], args: Mapping[str, Any]
 ) -> Event:
-    """Return a slice from a start to an end, of an operation's `kind` or another category, in a process and thread."""
+    """Return a slice from a start to an end in a (process, thread); `kind`: of an operation, or another category."""
     start_ns, end_ns = span_ns
     return {
         "name": name,
@@ -354,5 +340,5 @@ def mark(name: str, at_ns: int, process: int, args: Mapping[str, Any]) -> Event:
 
 
 def in_time(events: Sequence[Event]) -> list[Event]:
-    """Return metadata first, then everything by time; what starts an arrow stands before what ends it."""
+    """Return metadata first, then everything by time; the sort is stable, so an arrow's start stays before its end."""
     return sorted(events, key=lambda event: (event["ph"] != "M", event["ts"]))

@@ -1,11 +1,9 @@
 """Time and memory of one setting: plan every global batch and simulate it; or only bound the time from below.
 
-A cost model that is wrong by a known amount may still choose right. So the best settings of each policy are planned
-anew under other prices. Each set of prices stands for an error that a back-test against published runs has found, or
-for something that jobs differ in (`docs/backtest.md`). Every policy keeps its fastest settings and takes under each set
-the one that is the fastest there.
-
-Limits: settings that only another set of prices would have found are not tried.
+A cost model with known errors may still choose right. To see that, the best settings of each policy are planned again
+under other prices. Each set of prices stands for an error that a back-test against published runs has found, or for
+something in which jobs differ (`docs/backtest.md`). Under each set a policy takes the fastest of its best settings;
+settings that only these prices would have found are not tried.
 """
 
 from __future__ import annotations
@@ -26,20 +24,13 @@ from dynamic_cp.setting import STATIC_POLICIES, Setting
 from dynamic_cp.types import Hardware
 
 _SLACK = 0.97
-"""The bound of a pipeline is the least over the numbers of micro-batches that were tried: not all are."""
+"""Lowers a pipeline's bound, which is the least over only those numbers of micro-batches that were tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What a setting gives.
-
-    Attributes:
-        batches_s: iteration of each global batch.
-        peak_bytes: of the rank and batch that need most.
-        tokens_per_s_per_gpu: of true tokens.
-        num_microbatches: mean over the global batches.
-        largest_cp_size: of all plans.
-    """
+    """What a setting gives: seconds of each global batch, peak memory over ranks and batches, true tokens per second,
+    the mean number of micro-batches, and the largest CP size of all plans."""
 
     setting: Setting
     batches_s: tuple[float, ...]
@@ -50,22 +41,20 @@ class Point:
 
     @property
     def iteration_s(self) -> float:
-        """Mean over the global batches."""
         return sum(self.batches_s) / len(self.batches_s)
 
 
 def fastest_first(points: Iterable[Point]) -> list[Point]:
-    """Return the points by their seconds; of equally fast ones that which needs least memory comes first."""
+    """Return the points by their seconds; among equally fast ones, that which needs least memory comes first."""
     return sorted(points, key=lambda one: (one.iteration_s, one.peak_bytes))  # stable: ties keep their order
 
 
 def evaluate_first(setting: Setting, job: SweepJob) -> Point | Refused:
-    """Return `evaluate` of the first global batch alone."""
     return evaluate(setting, replace(job, batches=job.batches[:1]))
 
 
 def evaluate(setting: Setting, job: SweepJob) -> Point | Refused:
-    """Return what `setting` gives, or why it cannot run; a pure function."""
+    """Return the figures of `setting`, or why it cannot run; a pure function."""
     try:
         problem = job.problem(setting)
         plans = [plan_batch(problem, batch) for batch in job.batches]
@@ -91,13 +80,9 @@ def evaluate(setting: Setting, job: SweepJob) -> Point | Refused:
 
 
 def least_s(setting: Setting, job: SweepJob) -> float:
-    """Return seconds of the first global batch that no plan of any policy with the limit and layout stays below.
-
-    Attention of a pool has no bubble: of it the bound has the work alone.
-
-    Limits: found by a quick search, not proven for pipelines; `_SLACK` allows for that. The work of a pool is that of
-    the exchanges without one.
-    """
+    """Return a lower bound on the seconds of the first global batch, for plans of any policy at this token limit and
+    layout. For pipelines it comes from a quick search, which is no proof; `_SLACK` allows for that. Attention of a pool
+    has no bubble, so its bound is the work alone, priced as for exchanges without a pool."""
     try:
         prices = job.prices(setting)
         bound = lower_bound(job.batches[0], prices, "quick")
@@ -110,33 +95,27 @@ def least_s(setting: Setting, job: SweepJob) -> float:
 Counted = Callable[[Callable[[Setting, SweepJob], Point | Refused], Sequence[Setting], str], list[Point | Refused]]
 
 _NUM_SETTINGS = 3
-"""Settings of each policy that are planned anew."""
+"""Number of settings of each policy that are planned again."""
 _ATTENTION_ERROR = 1.3
-"""Published runs with long contexts say that attention inside a CP group is as fast as priced, or up to 2.8 times
-slower (one table, in FP8)."""
+"""In published long-context runs attention of a CP group is as fast as priced or up to 2.8 times slower (in FP8)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PriceSet:
-    """Other prices.
-
-    Attributes:
-        name: what differs, for a sentence that begins with "with".
-        change: of the job.
-    """
+    """Other prices: `change` gives the job that has them; `name`, after "with" in a sentence, says what differs."""
 
     name: str
     change: Callable[[SweepJob], SweepJob]
 
 
 def _with_hardware(job: SweepJob, factor: float, names: Sequence[str]) -> SweepJob:
-    """Return the job on hardware whose rates of these names are `factor` times as high."""
+    """Return the job on hardware with the named rates multiplied by `factor`."""
     given: dict[str, Any] = {name: getattr(job.hardware, name) * factor for name in names}
     return replace(job, hardware=replace(job.hardware, **given))
 
 
 def _with_linear_attention(job: SweepJob, factor: float) -> SweepJob:
-    """Return the job on hardware that computes linear attention `factor` times as fast; of others the same."""
+    """Return the job with linear attention `factor` times as fast; unchanged if the model has none."""
     if job.model.linear_attention is None:
         return job
     rate = factor * core_flops_per_s(job.hardware)
@@ -161,14 +140,12 @@ PRICE_SETS = (
         ),
     ),
 )
-"""Jitter is left out: it lengthens the steps of all policies alike, by what the slowest of all lanes waits for."""
+"""Jitter is left out: it lengthens the steps of all policies alike, by the wait for the slowest of all lanes."""
 
 
 def under_other_prices(job: SweepJob, points: Mapping[str, Collection[Point]], run: Counted) -> tuple[OtherPrice, ...]:
-    """Return the gain of the dynamic policy under each of PRICE_SETS that differs from the job's own prices.
-
-    None where the dynamic policy or all static ones are missing. `points` are what was planned for each policy.
-    """
+    """Return the gain of the dynamic policy under each of PRICE_SETS that changes the job, from the best `points` of
+    each policy; () if the dynamic policy or all static ones have none."""
     static = [name for name in STATIC_POLICIES if points.get(name)]
     if not points.get("dynamic") or not static:
         return ()
@@ -188,5 +165,4 @@ def under_other_prices(job: SweepJob, points: Mapping[str, Collection[Point]], r
 
 
 def evaluate_under(number: int, setting: Setting, job: SweepJob) -> Point | Refused:
-    """Return `evaluate` under one of PRICE_SETS."""
     return evaluate(setting, PRICE_SETS[number].change(job))

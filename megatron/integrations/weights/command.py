@@ -1,4 +1,4 @@
-"""`dynamic-cp weights`: its options. Found by the entry point group `dynamic_cp.commands`; torch is imported late."""
+"""The command `dynamic-cp weights`, found by the entry point group `dynamic_cp.commands`; torch is imported late."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class NumBytes(click.ParamType[Any]):
-    """A number of bytes with its unit."""
+    """Reads a size such as 5GB as a number of bytes."""
 
     name = "SIZE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the bytes."""
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", str(value).strip(), re.IGNORECASE)
         unit = (found[2] or "").upper() if found else ""
         num_bytes = int(float(found[1]) * _UNITS["" if unit == "B" else unit]) if found else 0
