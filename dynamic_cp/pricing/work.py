@@ -24,8 +24,8 @@ class Lengths(NamedTuple):
 
     Attributes:
         seqlens: [sample] tokens.
-        densities: [sample] attention work over that without windows and own masks (`ModelShape.density`); None: all 1,
-            which is compiled apart and stays fast. A bucket's attention price is that of the sum of density * padded length^2.
+        densities: [sample] attention work over that without windows and masks of its own (`ModelShape.density`); None:
+            all 1. A bucket's attention price is that of the sum of density * padded length^2.
     """
 
     seqlens: Ints
