@@ -7,8 +7,6 @@ with one at the end. A test that waits instead of computing is marked as slow it
 as `in_check`. Limits go by a clock that stands still while a test waits for a processor (`patience.py`).
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -89,11 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def keep_by_day(items: list[pytest.Item]) -> None:
-    """Mark as nightly all cases that their function's `by_day` does not name.
-
-    Raises:
-        pytest.UsageError: it names a case that there is not; not asked where cases were picked one by one.
-    """
+    """Mark as nightly all cases that their function's `by_day` does not name; a name of no case is a UsageError."""
     cases_of: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("by_day") is not None:

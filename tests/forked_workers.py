@@ -5,8 +5,6 @@ it one file after the other and gets its reports back. A worker that dies fails 
 goes on with the rest of that file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -43,16 +41,8 @@ class _Worker(NamedTuple):
 def run_on_workers(
     session: pytest.Session, num_workers: int, tell: Callable[[], Any], hear: Callable[[Any], None]
 ) -> None:
-    """Run all tests of a session.
-
-    Args:
-        tell: called in each worker once it is done, for something that `hear` gets in this process, once all are done.
-
-    Raises:
-        pytest.Session.Failed: as many tests failed as `--maxfail` allows.
-        pytest.Session.Interrupted: something else asks pytest to stop.
-        RuntimeError: a worker died at no test.
-    """
+    """Run all tests of a session; `tell` says in each worker, once it is done, what `hear` gets here, once all are
+    done. Raises: pytest.Session.Failed (--maxfail), Interrupted, RuntimeError where a worker died at no test."""
     items = session.items
     files = [[*of] for _, of in groupby(range(len(items)), key=lambda index: items[index].path)]
     left, told = iter(files), []

@@ -1,7 +1,5 @@
 """Layers chosen for flags of which a test names only those that it is about."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,20 +22,11 @@ def needs_of(requested: TransformerImpl | None, exchange: str, **flags: Any) -> 
 
 
 def chosen_layers(
-    requested: TransformerImpl | None,
-    exchange: str,
-    *,
-    capability: tuple[int, int] | None,
-    flash_attn: Any,
-    version: str | None,
-    why_missing: str = "",
-    **flags: Any,
-) -> LayerChoice:
+    requested: TransformerImpl | None, exchange: str, *, capability: tuple[int, int] | None, flash_attn: Any,
+    version: str | None, why_missing: str = "", **flags: Any,
+) -> LayerChoice:  # fmt: skip
     """Return the layers of a device with a version of TransformerEngine; see `needs_of`."""
     return choose_layers(
-        needs_of(requested, exchange, **flags),
-        capability=capability,
-        flash_attn=flash_attn,
-        version=version,
+        needs_of(requested, exchange, **flags), capability=capability, flash_attn=flash_attn, version=version,
         why_missing=why_missing,
-    )
+    )  # fmt: skip

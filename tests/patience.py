@@ -7,8 +7,6 @@ meets its limit as soon as by any clock, and what is merely slow has as many sec
 Where nobody counts (not Linux) it is the wall clock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -27,11 +25,7 @@ Counts = dict[str, tuple[int, int]]
 
 
 class Clock:
-    """Seconds of a process and all that it started.
-
-    Args:
-        root: the process.
-    """
+    """Seconds of a process and all that it started."""
 
     def __init__(self, root: int) -> None:
         self._root = root

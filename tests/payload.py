@@ -1,7 +1,5 @@
 """Code in the form of data: what somebody would plant who can write where a run reads."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random placements: any cuts, any lanes, any divisions; what planners never make must work as well."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

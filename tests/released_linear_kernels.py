@@ -1,7 +1,5 @@
 """Stand-ins for flash-linear-attention's functions: they take what it takes, keep what it keeps, and give zeros."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

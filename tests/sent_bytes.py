@@ -1,7 +1,5 @@
 """What the planner says that a rank sends for one bucket: for tests that count it."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,11 +47,7 @@ def placed_bytes(bucket: Bucket, model: ModelShape, topology: Topology, element_
 
 
 def pool_bytes(plan: Plan, model: ModelShape, repeats: bool, element_bytes: int = 4) -> NDArray[np.float64]:
-    """Return [server] what a rank of each server of a pool sends for attention in a step.
-
-    Args:
-        repeats: whether backward computes attention a second time.
-    """
+    """Return [server] what a rank of each sends for attention; `repeats`: backward computes it a second time."""
     options = PlanOptions(max_tokens_per_rank=1, bytes_per_element=element_bytes, cp_comm_types=("p2p",))
     hardware = catalog.load_hardware("h100")
     problem = Problem(topology=plan.topology, model=model, hardware=hardware, options=options)

@@ -3,8 +3,6 @@
 Tests that need a wheel which is neither there nor on the index are skipped and say so.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess
@@ -27,11 +25,7 @@ def wheel_of(folder: Path, package: str, version: str) -> Path | None:
 
 
 def why_missing(folder: Path, package: str, version: str, *more: str) -> str | None:
-    """Return why a wheel cannot be had; None once it lies in `folder`.
-
-    Args:
-        more: flags of pip, such as the Python that the wheel is for.
-    """
+    """Return why a wheel cannot be had; None once it lies in `folder`."""
     if wheel_of(folder, package, version):
         return None
     folder.mkdir(parents=True, exist_ok=True)

@@ -561,7 +561,7 @@ FAULTS = {
     "a flipped bit is read": Fault(
         "            if found != records[path][ALGORITHM]:\n                raise _damaged(path)\n",
         "            pass\n",
-        "tests/trainer/test_errors.py -k damaged",
+        "tests/trainer/test_failures.py -k damaged",
     ),
     "a checkpoint of Megatron-LM begins the data anew": Fault(
         '"consumed_samples": getattr(args, "consumed_train_samples", 0),',

@@ -1,7 +1,5 @@
 """Attention of planned buckets on ranks beside a dense softmax over each of their samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,12 +18,7 @@ from tests.distributed.naive_attention import SCALE, assert_all_close, exact, ra
 
 
 class Shard(NamedTuple):
-    """What a lane computed of a bucket's pack.
-
-    Attributes:
-        tokens: which of the pack's they are. real: whether they are no padding.
-        tensors: the output, and the gradients of queries, keys and values.
-    """
+    """Output and gradients of queries, keys and values of the pack's `tokens` that a lane has; `real`: no padding."""
 
     tokens: Tensor
     real: Tensor
@@ -33,18 +26,10 @@ class Shard(NamedTuple):
 
 
 def attend(
-    rows: Sequence[tuple[Bucket, ...]],
-    groups: DynamicCPGroups,
-    mask: Causal | Full = CAUSAL,
-    layers: Mask | None = None,
-    kernel: str = CPU.name,
-) -> list[Shard]:
-    """Return this lane's part of the buckets of each micro-batch.
-
-    Args:
-        mask: of samples that bring none.
-        layers: mask of the layer that attends, where it has a window.
-    """
+    rows: Sequence[tuple[Bucket, ...]], groups: DynamicCPGroups, mask: Causal | Full = CAUSAL,
+    layers: Mask | None = None, kernel: str = CPU.name,
+) -> list[Shard]:  # fmt: skip
+    """Return this lane's part of the buckets of each micro-batch; `mask`: of samples that bring none."""
     plan = Plan(
         topology=Topology(num_lanes=groups.num_lanes),
         max_tokens_per_rank=99,

@@ -100,12 +100,9 @@ class Messages:
     """`transfers.LaneMessages` between threads: the n-th one that a lane expects of another is the n-th one sent."""
 
     def __init__(
-        self,
-        sends: Sequence[tuple[int, Sequence[Tensor]]],
-        receives: Sequence[tuple[int, Sequence[Expected]]],
-        params: DynamicPackedSeqParams,
-        _tag: int = 0,
-    ) -> None:
+        self, sends: Sequence[tuple[int, Sequence[Tensor]]], receives: Sequence[tuple[int, Sequence[Expected]]],
+        params: DynamicPackedSeqParams, _tag: int = 0,
+    ) -> None:  # fmt: skip
         group: Any = params.cp_group
         self._board, own, post = group.board, group.rank(), group.post
         with self._board.changed:
@@ -176,11 +173,7 @@ class _Context:
 
 @contextlib.contextmanager
 def _threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that have ended when this is left.
-
-    To Python a thread has ended before it gives back what it has of MKL's memory. A process that is forked meanwhile
-    inherits a lock that nobody opens: its first bfloat16 product never ends.
-    """
+    """Threads that have given back MKL's memory when this is left: a fork meanwhile inherits a lock nobody opens."""
     threads: list[Path] = []
     with ThreadPoolExecutor(
         number, initializer=lambda: threads.append(Path(f"/proc/self/task/{threading.get_native_id()}"))
@@ -193,21 +186,10 @@ def _threads(number: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def attend(
-    inputs_THD: list[Tensor],
-    padded_seqlens: tuple[int, ...],
-    cp_size: int,
-    kernel: Kernel,
-    exchange: str = "p2p",
-    inner: int = 2,
-    around: Callable[[], Any] | None = None,
-) -> list[Tensor]:
-    """Return out and the gradients of q, k and v of the whole pack.
-
-    Args:
-        inputs_THD: q, k, v and the gradient of the output, of the whole pack, on the device.
-        inner: lanes that exchange heads in a2a+p2p.
-        around: makes a context manager that the forward and backward passes of all lanes run inside.
-    """
+    inputs_THD: list[Tensor], padded_seqlens: tuple[int, ...], cp_size: int, kernel: Kernel, exchange: str = "p2p",
+    inner: int = 2, around: Callable[[], Any] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Return out and the gradients of q, k and v of the whole pack; `around` makes a context manager for all passes."""
     device = inputs_THD[0].device
     board = Board(cp_size)
     outer = max(1, cp_size // inner)
@@ -259,12 +241,9 @@ def attend(
 
 
 def run_lanes(
-    number: int,
-    lane: Callable[[int], Any],
-    boards: Sequence[Board],
-    barriers: Sequence[threading.Barrier] = (),
+    number: int, lane: Callable[[int], Any], boards: Sequence[Board], barriers: Sequence[threading.Barrier] = (),
     inside: contextlib.AbstractContextManager[Any] | None = None,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Return what `lane` does for each of `number` lanes, in threads whose transfers go over `boards`."""
 
     def guarded(rank: int) -> Any:
@@ -295,11 +274,7 @@ def run_lanes(
 def on_lanes(
     padded_seqlens: tuple[int, ...], cp_size: int, work: Callable[[DynamicPackedSeqParams], Any], **more: Any
 ) -> list[Any]:
-    """Return what `work` does on each lane with the parameters of a pack; on the CPU it may run backward passes.
-
-    Args:
-        more: of `DynamicPackedSeqParams.build`.
-    """
+    """Return what `work` does on each lane with the parameters of a pack; on the CPU it may run backward passes."""
     board = Board(cp_size)
 
     def lane(rank: int) -> Any:
@@ -315,14 +290,8 @@ def on_lanes(
 
 
 class Placed(NamedTuple):
-    """What a lane of a placed bucket computed.
-
-    Attributes:
-        tensors: output, log-sum-exp as [T, heads], gradients of queries, keys and values; padding behind its tokens.
-            Where heads are exchanged, log-sum-exp is of the inner group's tokens and of this lane's heads.
-        params: of its micro-batch, with what it computed as packs.
-        sent_bytes: forward and backward.
-    """
+    """What a lane of a placed bucket computed: its tensors have padding behind its tokens, lse is [T, heads]. With
+    exchanged heads lse is of the inner group's tokens and of this lane's heads."""
 
     tensors: tuple[Tensor, ...]
     params: DynamicPackedSeqParams
@@ -332,13 +301,7 @@ class Placed(NamedTuple):
 def attend_placed(
     inputs_THD: Sequence[Sequence[Tensor]], lanes: Sequence[PlacedLane], kernel: Kernel, mask: Mask = CAUSAL
 ) -> list[Placed]:
-    """Return what each lane of a placed bucket computes.
-
-    Args:
-        inputs_THD: for each lane q, k, v and the gradient of the output, of its tokens and its padding.
-        lanes: what they do.
-        mask: of samples that bring none.
-    """
+    """Return what each lane of a placed bucket computes of its q, k, v and gradient of the output."""
     board, inner = Board(len(lanes)), lanes[0].inner_cp_size
     inner_boards = [Board(inner) for _ in range(len(lanes) // inner)]
 

@@ -1,10 +1,5 @@
-"""Stands in for apex's `fused_weight_gradient_mlp_cuda` on CPU ranks: asserts what it needs, and computes it.
-
-Source: apex, `csrc/megatron/fused_weight_gradient_dense*.cu`; megatron-core 0.16.1, `tensor_parallel/layers.py`. As
-with TransformerEngine, autograd gets one buffer for all weights of a shape instead, full of leftovers.
-"""
-
-from __future__ import annotations
+"""Stands in for apex's `fused_weight_gradient_mlp_cuda` on CPU ranks: asserts what it needs, and computes it. Source:
+apex, `csrc/megatron/fused_weight_gradient_dense*.cu`; megatron-core 0.16.1, `tensor_parallel/layers.py`."""
 
 import sys
 import types

@@ -1,10 +1,5 @@
-"""Stand-ins for the CUDA kernels that torch ships, registered for CPU tensors under their own schemas.
-
-The dispatcher checks the schema, these check what flash_api.cpp and cuDNN's MHA.cpp check and what they silently rely
-on, and torch's CPU kernel computes each sequence. Memory that the real kernels leave unwritten is not-a-number here.
-"""
-
-from __future__ import annotations
+"""CUDA kernels that torch ships, for CPU tensors: they check what flash_api.cpp and cuDNN's MHA.cpp check or rely on.
+Memory that the real kernels leave unwritten is not-a-number here."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Faults that tests plant: something else takes the place of a function, for a while or for the life of a rank."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Made-up data of a loop that owns its iterator, a plan source for it, and a rank that checks what comes out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,12 +28,9 @@ Item = list[Piece]
 LaneData = list[Item]
 
 LAYOUTS = {
-    "dp4": Layout(4),
-    "dp3": Layout(3),
-    "pp2": Layout(2, pp=2),
-    "pp2_vpp2": Layout(2, pp=2, vpp=2),
+    "dp4": Layout(4), "dp3": Layout(3), "pp2": Layout(2, pp=2), "pp2_vpp2": Layout(2, pp=2, vpp=2),
     "tp2": Layout(2, tp=2),
-}
+}  # fmt: skip
 
 
 def piece_of(lane: int, number: int, seqlen: int, flavour: int) -> Piece:
@@ -139,16 +134,9 @@ class RandomPlans:
 
 @dataclass
 class StepRecord:
-    """What a rank got in one step.
-
-    Attributes:
-        counts: num_microbatches, seqlen_sum, seqlen_squared_sum.
-        packs: for each micro-batch (cp size, padded lengths, boundaries, longest).
-        tokens: column -> the real tokens whose column a chunk was handed; a token tells whose it is and where.
-        held: names of the tensors that any chunk was handed.
-        real_tokens: of this lane; arrived_rows_from_others: those that other lanes drew, both counted from the plan.
-        sent_bytes, broadcast_bytes: as the wrapper counts them.
-    """
+    """What a rank got in one step. packs: (cp size, padded lengths, boundaries, longest) of each micro-batch; tokens:
+    the real tokens whose column a chunk was handed; held: tensors that any chunk was handed; rows: counted from the
+    plan; bytes: as the wrapper counts them."""
 
     counts: tuple[int, int, int]
     packs: list[Any]
@@ -189,21 +177,11 @@ def groups_of(layout: Layout) -> DynamicCPGroups:
 
 
 def make_wrapper(
-    layout: Layout,
-    data: Sequence[LaneData],
-    global_batch_size: int,
-    *,
-    lookahead: int = 0,
-    groups: DynamicCPGroups | None = None,
-    name: str = "test",
-    **settings: Any,
-) -> tuple[ForeignIteratorWrapper, RandomPlans, DynamicCPGroups]:
-    """Return a wrapper on this rank, with an iterator where Megatron-LM would have one.
-
-    Args:
-        groups: of this layout, if they are built already.
-        name: of its plans in the job's store, another one for each wrapper of a job.
-    """
+    layout: Layout, data: Sequence[LaneData], global_batch_size: int, *, lookahead: int = 0,
+    groups: DynamicCPGroups | None = None, name: str = "test", **settings: Any,
+) -> tuple[ForeignIteratorWrapper, RandomPlans, DynamicCPGroups]:  # fmt: skip
+    """Return a wrapper on this rank, with an iterator where Megatron-LM has one; wrappers of a job need a `name`
+    each."""
     groups = groups or groups_of(layout)
     chunks = needs_of_rank(layout)
     plans = RandomPlans(layout, groups.lane, lookahead, name)
@@ -217,12 +195,7 @@ def make_wrapper(
     if layout.vpp > 1:
         iterators = [items() if has_data and (needs.tokens or needs.labels) else None for needs in chunks]
     wrapper = ForeignIteratorWrapper(
-        iterators,
-        plan_source=plans,
-        groups=groups,
-        chunks=chunks,
-        global_batch_size=global_batch_size,
-        **settings,
+        iterators, plan_source=plans, groups=groups, chunks=chunks, global_batch_size=global_batch_size, **settings
     )
     return wrapper, plans, groups
 

@@ -1,7 +1,5 @@
 """Run a function on forked gloo ranks: imported once in the parent, 4 ranks start in well under a second."""
 
-from __future__ import annotations
-
 import faulthandler
 import io
 import multiprocessing
@@ -33,21 +31,11 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    world_size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout_s: float = 120.0,
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0,
     shims_without: tuple[str, ...] = (),
-) -> list[Any]:
-    """Return [function(*args) on rank r for each r], on forked processes joined in one gloo job.
-
-    Args:
-        shims_without: CPU shims that the ranks do without.
-
-    Raises:
-        RankError: a rank raised (its traceback is in the message), or was not done after `timeout_s` by the clock of
-            `patience` (where it was then is in the message).
-    """
+) -> list[Any]:  # fmt: skip
+    """Return [function(*args) on rank r for each r], on forked processes joined in one gloo job. RankError has the
+    traceback of a rank that raised, or where one hangs after `timeout_s` of `patience`."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -75,11 +63,7 @@ def _end(process: ForkProcess) -> None:
 
 
 def run_forked(function: Callable[..., Any], *args: Any) -> Any:
-    """Return function(*args) of a forked process, whatever that changes in itself.
-
-    Raises:
-        RankError: it raised or died.
-    """
+    """Return function(*args) of a forked process, whatever that changes in itself; RankError: it raised or died."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_forked_main, args=(sender, function, args))
@@ -147,14 +131,9 @@ def _where(process: ForkProcess, stacks: Path) -> str:
 
 
 def _rank_main(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    sender: Any,
-    shims_without: tuple[str, ...],
-    function: Callable[..., Any],
-    args: Any,
-) -> None:
+    rank: int, world_size: int, folder: Path, sender: Any, shims_without: tuple[str, ...],
+    function: Callable[..., Any], args: Any,
+) -> None:  # fmt: skip
     try:
         faulthandler.register(_SAY_WHERE, _stacks(folder, rank).open("w"))
         torch.set_num_threads(1)
@@ -198,11 +177,8 @@ def refuses(error: type[BaseException], call: Callable[[], Any], *says: str) -> 
 def initialize_model_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, seed: int = 7) -> None:
     """Set up megatron-core's groups and random states as the trainer does."""
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
-    )
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep, expert_tensor_parallel_size=1,
+    )  # fmt: skip
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)

@@ -4,8 +4,6 @@
 of its own. The interpreter cannot measure, so autotuners take their first choice; it is not for threads.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -24,13 +22,9 @@ from tests.distributed.test_linear_attention import LAYERS, Whole, error, padded
 def lane_of_a_pack(whole: Whole, way: StateExchange) -> list[Tensor]:
     padded = padded_to(whole.seqlens, dist.get_world_size())
     params = DynamicPackedSeqParams.build(
-        padded,
-        torch.zeros(sum(padded) // dist.get_world_size(), dtype=torch.int64),
-        dist.group.WORLD,
-        label="interpreted",
-        stats=ExchangeStats(),
-        state_exchange=way,
-    )
+        padded, torch.zeros(sum(padded) // dist.get_world_size(), dtype=torch.int64), dist.group.WORLD,
+        label="interpreted", stats=ExchangeStats(), state_exchange=way,
+    )  # fmt: skip
     thd.choose_linear_kernel = lambda device, sizes: FLA  # type: ignore[assignment]
     return whole.lane(params, dtype=torch.float32)[0]
 

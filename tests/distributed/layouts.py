@@ -8,8 +8,6 @@ models, and lanes that share experts. Each night the rows of `covering_rows` run
 other, and the lists of `BY_NIGHT`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -79,11 +77,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def layout_of(line: str) -> Layout:
-    """Return the layout of a line of words; "again=moe+mlp" recomputes these modules.
-
-    Raises:
-        KeyError: a word is unknown.
-    """
+    """Return the layout of a line of words; "again=moe+mlp" recomputes these modules."""
     found: dict[str, Any] = {"config": {}}
     for word in line.split():
         if word in VARIANTS:
@@ -214,10 +208,8 @@ def plan_in(line: str, samples: tuple[Sample, ...]) -> Plan:
 
 
 def plan_of_exchanges(samples: tuple[Sample, ...], layout: Layout) -> Plan:
-    """Return the first random plan of every CP size that has the layout's exchange, or all where it mixes them.
-
-    Of linear attention on four lanes it has heads and states, unless the layout says which.
-    """
+    """Return the first random plan of every CP size with the layout's exchange; mixed has all, hybrids heads and
+    states."""
     wanted = {layout.exchange} if layout.lanes > 1 else set()
     if layout.exchange == "mixed":
         wanted = set(UNPLACED if layout.model.has_latents else CP_COMM_TYPES)

@@ -1,7 +1,5 @@
 """Linear attention as it is defined: of one sample, token after token, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

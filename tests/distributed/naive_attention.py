@@ -1,8 +1,5 @@
-"""The judge of the attention tests: softmax over the whole matrix of scores, in float64.
-
-A gradient of queries and keys is a sum whose terms cancel out, with a single key exactly: what float32 leaves of it is
-rounding, as large as that of the terms and another on each processor. Errors are therefore measured against the terms.
-"""
+"""The judge of the attention tests: softmax over the whole matrix of scores, in float64. Errors are measured against
+the terms of a gradient's sum, which may cancel out and leave nothing but rounding."""
 
 from __future__ import annotations
 
@@ -49,12 +46,7 @@ def sees_of(sample: Sample, mask: Mask = CAUSAL) -> Tensor:
 
 
 def sees_of_pack(samples: Sequence[Sample], padded_seqlens: Sequence[int] = (), mask: Mask = CAUSAL) -> Tensor:
-    """Return which keys each token of a pack sees; samples see none of each other's, padding none and nobody sees it.
-
-    Args:
-        padded_seqlens: of `samples`; () without padding.
-        mask: of samples that bring none.
-    """
+    """Return which keys each token of a pack sees; padding none. `padded_seqlens` are () without padding."""
     padded_seqlens = padded_seqlens or [sample.seqlen for sample in samples]
     seen = [sees_of(sample, mask) for sample in samples]
     num_padding = [padded - sample.seqlen for sample, padded in zip(samples, padded_seqlens, strict=True)]
@@ -62,14 +54,7 @@ def sees_of_pack(samples: Sequence[Sample], padded_seqlens: Sequence[int] = (), 
 
 
 class Exact(NamedTuple):
-    """A tensor that others are compared with.
-
-    Attributes:
-        name: what it is.
-        value: in float64.
-        terms: the largest of its values would be about so large if the terms of their sums did not cancel out: the root
-            of the sum of the terms' squares.
-    """
+    """A float64 tensor to compare with; `terms`: how large it is about if the terms of its sums do not cancel out."""
 
     name: str
     value: Tensor
@@ -81,12 +66,7 @@ class Exact(NamedTuple):
 
 
 def exact(inputs_THD: Sequence[Tensor], seen: Tensor) -> list[Exact]:
-    """Return out, lse_HT and the gradients of q, k and v; rows that see nothing have an output of 0.
-
-    Args:
-        inputs_THD: q, k, v and the gradient of the output.
-        seen: how often each query sees each key, pair by pair: so often it counts.
-    """
+    """Return out, lse_HT and gradients of q, k and v; `seen` says how often each query sees each key."""
     seen, scale = seen.to(inputs_THD[0].device), inputs_THD[0].shape[-1] ** -0.5
     q, k, v = (x.detach().double().requires_grad_() for x in inputs_THD[:3])
     group = q.shape[1] // k.shape[1]

@@ -1,7 +1,5 @@
 """Steps of models outside Megatron: alone, one sample at a time, from plans, and how both compare."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -47,17 +45,10 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def steps_alone(
-    model: torch.nn.Module,
-    batches: Iterable[Sequence[Any]],
-    count: Callable[[Any], int],
+    model: torch.nn.Module, batches: Iterable[Sequence[Any]], count: Callable[[Any], int],
     share: Callable[[torch.nn.Module, Any, int], torch.Tensor],
-) -> list[Step]:
-    """Return the steps of a model that gets one unpacked sample at a time.
-
-    Args:
-        count: the tokens with a loss of a sample.
-        share: of a sample in the loss, the mean over so many tokens.
-    """
+) -> list[Step]:  # fmt: skip
+    """Return the steps of a model that gets one unpacked sample at a time; `count`, `share` weigh a sample's loss."""
     optimizer, steps = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), []
     for batch in batches:
         num_tokens, loss = sum(map(count, batch)), 0.0
@@ -72,14 +63,9 @@ def steps_alone(
 
 
 def planned_steps(
-    lanes: Any,
-    model: torch.nn.Module,
-    wrapped: torch.nn.Module,
-    steps: Iterable[Any],
-    losses: Callable[..., torch.Tensor],
-    optimizer: Any = None,
-    **options: Any,
-) -> tuple[list[Step], list[Any], int]:
+    lanes: Any, model: torch.nn.Module, wrapped: torch.nn.Module, steps: Iterable[Any],
+    losses: Callable[..., torch.Tensor], optimizer: Any = None, **options: Any,
+) -> tuple[list[Step], list[Any], int]:  # fmt: skip
     """Return the steps of a wrapped model on this lane, their plans, and the bytes that it sent."""
     optimizer = optimizer or torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
     found, plans, sent_bytes = [], [], 0

@@ -1,7 +1,5 @@
 """One training step of the real runtime on many ranks, compared token by token and gradient by gradient."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter, defaultdict
@@ -131,23 +129,16 @@ class Layout:
         config = reference.transformer_config(reference.VARIANTS[self.variant])
         windows = windows_of(SimpleNamespace(**{"num_layers": self.num_layers, **self.config}))
         return ModelShape(
-            num_layers=self.num_layers,
-            hidden_size=config.hidden_size,
-            ffn_hidden_size=config.ffn_hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            num_query_groups=config.num_query_groups,
-            kv_channels=config.kv_channels,
-            vocab_size=reference.VOCAB_SIZE,
-            gated_linear_unit=config.gated_linear_unit,
-            attention_output_gate=config.attention_output_gate,
-            window_tokens=windows.tokens,
-            window_attn_skip_freq=windows.skip_freq,
-            window_sink_tokens=windows.sink_tokens,
-            mtp_num_layers=config.mtp_num_layers or 0,
+            num_layers=self.num_layers, hidden_size=config.hidden_size, ffn_hidden_size=config.ffn_hidden_size,
+            num_attention_heads=config.num_attention_heads, num_query_groups=config.num_query_groups,
+            kv_channels=config.kv_channels, vocab_size=reference.VOCAB_SIZE,
+            gated_linear_unit=config.gated_linear_unit, attention_output_gate=config.attention_output_gate,
+            window_tokens=windows.tokens, window_attn_skip_freq=windows.skip_freq,
+            window_sink_tokens=windows.sink_tokens, mtp_num_layers=config.mtp_num_layers or 0,
             **({name: getattr(config, name) or 0 for name in WIDTHS} if has_latents(config) else {}),
             **linear_attention.shape_of(config),
             experts=experts_of(config) if linear_attention.pattern_of(config) else None,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -171,10 +162,7 @@ def fixed_plan(plan: Plan, groups: DynamicCPGroups) -> FixedPlan:
 
 
 def mixed_plan(samples: tuple[Sample, ...], layout: Layout, seed: int = 0, num_rows: int = 4) -> Plan:
-    """Return a random legal plan whose buckets have many CP sizes, with empty places and packs of several samples.
-
-    Some micro-batches mix sizes, one uses the largest group, the last has only empty places but on its first lane.
-    """
+    """Return a random legal plan of many CP sizes, with empty places, packs of several and the largest group."""
     random = np.random.default_rng(seed)
     topology = layout.topology
     num_micro_batches = num_rows if layout.vpp == 1 else num_rows // 2 * topology.pp_size
@@ -204,14 +192,10 @@ def mixed_plan(samples: tuple[Sample, ...], layout: Layout, seed: int = 0, num_r
         used[exchange] += 1
         return [
             Bucket(
-                first_lane=cell[0],
-                cp_size=cell[1],
-                samples=tuple(held),
-                cp_comm_type=exchange,
-                inner_cp_size=inner,
+                first_lane=cell[0], cp_size=cell[1], samples=tuple(held), cp_comm_type=exchange, inner_cp_size=inner,
                 state_exchange=state_exchange(layout, cell[1], index),
             )
-        ]
+        ]  # fmt: skip
 
     used: Counter[str] = Counter()
     micro_batches = tuple(
@@ -221,10 +205,7 @@ def mixed_plan(samples: tuple[Sample, ...], layout: Layout, seed: int = 0, num_r
 
 
 def placed_plan(samples: tuple[Sample, ...], layout: Layout) -> Plan:
-    """Return `mixed_plan` with two micro-batches placed at random: on all lanes, and on all but the first of three.
-
-    Four lanes exchange heads by twos in the first, where nodes have two.
-    """
+    """Return `mixed_plan` with two micro-batches placed at random; four lanes exchange heads by twos in the first."""
     plan, random = mixed_plan(samples, layout), np.random.default_rng(layout.lanes)
 
     def placed(first_lane: int, buckets: Iterable[Bucket], inner: int = 1) -> Bucket:
@@ -260,10 +241,7 @@ def planned_blocks(samples: tuple[Sample, ...], layout: Layout, max_tokens_per_r
 
 
 def exchange_of(layout: Layout, cp_size: int, used: Counter[str]) -> tuple[CpCommType, int]:
-    """Return (exchange, inner size) of a bucket: the layout's where its size and the heads allow it, else the ring.
-
-    "mixed" takes the exchange that was used least.
-    """
+    """Return (exchange, inner size) of a bucket: the layout's where it can be, else a ring; mixed: the least used."""
     heads = reference.transformer_config(reference.VARIANTS[layout.variant]).num_attention_heads // layout.tp
     choices: list[tuple[CpCommType, int]] = [
         ("a2a+p2p", inner) for inner in layout.inner_sizes if inner < cp_size and heads % inner == 0
@@ -319,11 +297,7 @@ def static_plan(samples: tuple[Sample, ...], layout: Layout, cp_size: int) -> Pl
     exchange, inner = exchange_of(layout, cp_size, Counter())
     buckets = tuple(
         Bucket(
-            first_lane=first,
-            cp_size=cp_size,
-            samples=tuple(held[first]),
-            cp_comm_type=exchange,
-            inner_cp_size=inner,
+            first_lane=first, cp_size=cp_size, samples=tuple(held[first]), cp_comm_type=exchange, inner_cp_size=inner
         )
         for first in firsts
     )
@@ -342,20 +316,13 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: A
     if variant.config.get("activation_func") in own:
         given["activation_func"] = own[variant.config["activation_func"]]
     config = reference.transformer_config(
-        variant,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        sequence_parallel=layout.sp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1,
-        pipeline_dtype=torch.bfloat16 if sends_bf16 else torch.float32,
-        variable_seq_lengths=layout.pp > 1,
-        moe_token_dispatcher_type="alltoall",
-        overlap_p2p_comm=layout.vpp > 1,
-        batch_p2p_comm=layout.vpp == 1,
+        variant, tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None, sequence_parallel=layout.sp,
+        expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=1,
+        pipeline_dtype=torch.bfloat16 if sends_bf16 else torch.float32, variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall", overlap_p2p_comm=layout.vpp > 1, batch_p2p_comm=layout.vpp == 1,
         **given,
-    )
+    )  # fmt: skip
     set_sinks(config, sink_tokens)
     set_loss_chunk(config, chunk_tokens)
     chunks = []
@@ -419,12 +386,9 @@ def run_stock_schedule(model: list[Any], step: StepData, forward_step_func: Call
     return get_forward_backward_func()(  # type: ignore[no-any-return]
         forward_step_func=forward_step_func,
         data_iterator=step.data_iterators if len(model) > 1 else step.data_iterators[0],
-        model=model if len(model) > 1 else model[0],
-        num_microbatches=step.num_microbatches,
-        seq_length=64,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+        model=model if len(model) > 1 else model[0], num_microbatches=step.num_microbatches, seq_length=64,
+        micro_batch_size=1, forward_only=False,
+    )  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -437,11 +401,9 @@ class Case(NamedTuple):
 
 
 def case_of(
-    reference_of: Callable[[Layout, str], dict[str, Any]],
-    layout: Layout,
-    plan_of: Callable[[tuple[Sample, ...], Layout], Plan] = mixed_plan,
-    batch: str = "long_tail",
-) -> Case:
+    reference_of: Callable[[Layout, str], dict[str, Any]], layout: Layout,
+    plan_of: Callable[[tuple[Sample, ...], Layout], Plan] = mixed_plan, batch: str = "long_tail",
+) -> Case:  # fmt: skip
     """Return the step of a batch whose plan is what `plan_of` makes of its samples."""
     samples = BATCHES[batch]
     return Case(layout, samples, plan_of(samples, layout), reference_of(layout, batch))
@@ -472,10 +434,7 @@ def run_steps(cases: Mapping[str, Case]) -> dict[str, Comparison]:
 
 
 def in_jobs_of_their_own(cases: Mapping[str, T]) -> Iterator[tuple[str, T]]:
-    """Yield name and case; between two of them the same ranks join in a new job.
-
-    Not after the last one: a rank that is done would leave while others still connect to it.
-    """
+    """Yield name and case; between two of them, not after the last, the same ranks join in a new job."""
     for index, (name, case) in enumerate(cases.items()):
         if index:
             _start_again(before=name)
@@ -493,12 +452,8 @@ def _start_again(before: str) -> None:
 
 
 class Runtime(NamedTuple):
-    """What a step of the real runtime needs on this rank.
-
-    Attributes:
-        chunks: of the model, bare; model: wrapped.
-        counterpart: (chunk, name, parameter, tensors of the whole model by name) -> this rank's part of one.
-    """
+    """What a step of the real runtime needs on this rank: bare `chunks`, the wrapped `model`, and `counterpart`, a
+    parameter's part of the tensors of the whole model."""
 
     config: Any
     chunks: list[Any]
@@ -509,30 +464,18 @@ class Runtime(NamedTuple):
 
 
 def build_runtime(
-    layout: Layout,
-    samples: tuple[Sample, ...],
-    plan: Plan,
-    expected: dict[str, Any],
-    read_sample: Callable[[Sample], Any] = reference.read_sample,
-    prepare: Callable[[list[Any]], None] | None = None,
+    layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any],
+    read_sample: Callable[[Sample], Any] = reference.read_sample, prepare: Callable[[list[Any]], None] | None = None,
     in_fp32: bool = True,
-) -> Runtime:
-    """Return the runtime of `plan`, whose model has the weights of `expected["initial"]`.
-
-    Args:
-        prepare: called on the bare chunks.
-        in_fp32: gradients are added up and reduced in it.
-    """
+) -> Runtime:  # fmt: skip
+    """Return the runtime of `plan` with the weights of `expected["initial"]`; `prepare` is called on bare chunks."""
     variant = reference.VARIANTS[layout.variant]
     initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None, layout.ep)
     exchanges = sorted({exchange for exchange, _ in exchanges_of(plan)} | {"p2p"})
     groups = DynamicCPGroups.build(
-        layout.topology,
-        timeout_s=60,
-        exchanges=exchanges,
-        inner_sizes=sorted({i for _, i in exchanges_of(plan)}),
+        layout.topology, timeout_s=60, exchanges=exchanges, inner_sizes=sorted({i for _, i in exchanges_of(plan)}),
         has_pool=plan.extension is not None,
-    )
+    )  # fmt: skip
     unset = {"init_method": torch.nn.init.zeros_, "output_layer_init_method": torch.nn.init.zeros_}
     config, chunks = build_chunks(layout, variant, **unset)  # `expected` has the weights
     if prepare is not None:
@@ -549,11 +492,9 @@ def build_runtime(
             for name, bias in expert_biases(chunk):
                 bias.copy_(expected["expert_biases"][reference_name(chunk, name)][0])
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=layout.distributed_optimizer,
-        overlap_grad_reduce=layout.overlap_grad_reduce,
-        grad_reduce_in_fp32=in_fp32,
-        bucket_size=50_000 if layout.overlap_grad_reduce else None,
-    )
+        use_distributed_optimizer=layout.distributed_optimizer, overlap_grad_reduce=layout.overlap_grad_reduce,
+        grad_reduce_in_fp32=in_fp32, bucket_size=50_000 if layout.overlap_grad_reduce else None,
+    )  # fmt: skip
     rounded = [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
     model = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
@@ -566,21 +507,16 @@ def build_runtime(
         sum_up_as_after_a_first_step(model)
     by_id = {sample.sample_id: sample for sample in samples}
     wrapper = DataIteratorWrapper(
-        plan_source=fixed_plan(plan, groups),
-        read_sample=lambda sample_id: read_sample(by_id[sample_id]),
-        groups=groups,
-        chunks=[ChunkNeeds.of(chunk) for chunk in chunks],
-    )
+        plan_source=fixed_plan(plan, groups), read_sample=lambda sample_id: read_sample(by_id[sample_id]),
+        groups=groups, chunks=[ChunkNeeds.of(chunk) for chunk in chunks],
+    )  # fmt: skip
     return Runtime(config, chunks, model, groups, wrapper, counterpart)
 
 
 def run_step(
-    layout: Layout,
-    samples: tuple[Sample, ...],
-    plan: Plan,
-    expected: dict[str, Any],
+    layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any],
     schedule: Callable[[list[Any], StepData, Callable[..., Any]], Any] = run_stock_schedule,
-) -> Comparison:
+) -> Comparison:  # fmt: skip
     """Run one step of `plan` on this rank and compare with `expected`."""
     _, chunks, model, groups, wrapper, counterpart = build_runtime(layout, samples, plan, expected)
     step = wrapper.wrap(0, samples)
@@ -687,10 +623,7 @@ def assert_equal_to_reference(comparisons: list[Comparison], layout: Layout, exp
 
 
 def assert_bytes_as_planned(comparisons: list[Comparison], layout: Layout, plan: Plan) -> None:
-    """What each rank counted while it sent is what the planner prices; ranks count TP fastest, then lanes.
-
-    Of hybrids all ranks together: what lanes send for linear attention is planned in their mean.
-    """
+    """What each rank counted while it sent is what the planner prices (of hybrids: what all ranks together sent)."""
     if layout.model.linear_attention is not None:
         _assert_all_bytes_as_planned(comparisons, layout, plan)
         return
@@ -702,11 +635,9 @@ def assert_bytes_as_planned(comparisons: list[Comparison], layout: Layout, plan:
 
 def _assert_all_bytes_as_planned(comparisons: list[Comparison], layout: Layout, plan: Plan) -> None:
     options = PlanOptions(
-        max_tokens_per_rank=plan.max_tokens_per_rank,
-        bytes_per_element=4,
-        recompute=layout.config.get("recompute_granularity", "none"),
-        cp_comm_types=("p2p",),
-    )
+        max_tokens_per_rank=plan.max_tokens_per_rank, bytes_per_element=4,
+        recompute=layout.config.get("recompute_granularity", "none"), cp_comm_types=("p2p",),
+    )  # fmt: skip
     hardware = catalog.load_hardware("h100")
     planned = sent_by_plan(
         plan, Problem(topology=plan.topology, model=layout.model, hardware=hardware, options=options)

@@ -1,9 +1,4 @@
-"""Post-training on the real runtime and in a plain loop, and its judge: megatron-core's model, one response at a time.
-
-The losses of the judge are written out here, for samples as they are; nothing of the package but the names of columns.
-"""
-
-from __future__ import annotations
+"""Post-training on the runtime and in a plain loop, and its judge: megatron-core's model, one response at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -235,12 +230,7 @@ LOSSES: dict[str, tuple[Loss, Judged]] = {
 
 
 class Known(NamedTuple):
-    """A loss.
-
-    Attributes:
-        value: positive and negative advantages may cancel out in it.
-        terms: it would be about so large if they did not: the root of the sum of the squares of what responses add.
-    """
+    """The value of a loss, and how large it is about if positive and negative advantages do not cancel out in it."""
 
     value: float
     terms: float
@@ -250,16 +240,10 @@ class Known(NamedTuple):
 
 
 def judged(
-    forward: Callable[[Tensor], Sequence[Tensor]],
-    model: torch.nn.Module,
-    samples: tuple[Sample, ...],
+    forward: Callable[[Tensor], Sequence[Tensor]], model: torch.nn.Module, samples: tuple[Sample, ...],
     losses: tuple[str, ...],
-) -> dict[str, Any]:
-    """Return {"tokens": name -> for each response, "losses": see `Known`, "gradients": loss -> name -> tensor}.
-
-    Args:
-        forward: tokens [n] of a sequence -> logits [n, words], and values [n] where there are some.
-    """
+) -> dict[str, Any]:  # fmt: skip
+    """Return {"tokens": name -> for each response, "losses": see `Known`, "gradients": loss -> name -> tensor}."""
     columns = columns_of(samples)
     kept: list[dict[str, Tensor]] = []
     tokens: dict[str, list[Tensor]] = {}

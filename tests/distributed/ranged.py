@@ -1,7 +1,5 @@
 """What the tests of ranged packs share: which keys rows see, what a kernel computes of packs, and random ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -64,11 +62,7 @@ def random_ranges(num_rows: int, num_columns: int, seed: int) -> NDArray[np.int3
 
 
 def random_pack(seed: int, device: torch.device) -> tuple[Pack, int, int]:
-    """Return a pack and how many rows and columns it is of.
-
-    Its rectangles have their own numbers of rows and columns; rows come in any order, keys in several rectangles; some
-    rows are in none, or see nothing.
-    """
+    """Return a pack and how many rows and columns it is of; rows in any order, some in no rectangle, or blind."""
     random = np.random.default_rng(seed)
     row_seqlens, column_seqlens = random.integers(1, 50, (2, 3)).tolist()
     num_rows, num_columns = sum(row_seqlens) + 3, 60

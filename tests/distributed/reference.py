@@ -1,10 +1,5 @@
-"""The judge of the parity suite: a stock megatron-core model in one process, one unpacked, unpadded sequence at a time.
-
-SBHD, context_parallel_size 1, megatron-core's own layer spec and attention; nothing of this project but what
-lets it run on a CPU.
-"""
-
-from __future__ import annotations
+"""The judge of the parity suite: stock megatron-core in one process, an unpacked, unpadded sequence at a time
+(SBHD)."""
 
 import ast
 import copy
@@ -245,30 +240,20 @@ YARN_FIELDS = {
     "yarn_correction_range_round_to_int": "yarn_correction_range_round_to_int",
 }
 YARN_DEFAULTS = {
-    "yarn_beta_fast": 32.0,
-    "yarn_beta_slow": 1.0,
-    "yarn_mscale": 1.0,
-    "yarn_mscale_all_dim": 0.0,
+    "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0,
     "yarn_correction_range_round_to_int": True,
-}
+}  # fmt: skip
 
 
 def transformer_config(variant: ModelVariant, **overrides: Any) -> TransformerConfig:
     """Return the config of both sides; `overrides` are the parallel layout's."""
     activation = torch.nn.functional.silu if variant.config.get("gated_linear_unit") else torch.nn.functional.gelu
     values: dict[str, Any] = {
-        "num_layers": 4,
-        "hidden_size": HIDDEN_SIZE,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 256,
-        "activation_func": activation,
-        "add_bias_linear": not variant.config.get("gated_linear_unit", False),
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "use_cpu_initialization": True,
-        "calculate_per_token_loss": True,
-        "context_parallel_size": 1,
-    }
+        "num_layers": 4, "hidden_size": HIDDEN_SIZE, "num_attention_heads": 4, "ffn_hidden_size": 256,
+        "activation_func": activation, "add_bias_linear": not variant.config.get("gated_linear_unit", False),
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True,
+        "calculate_per_token_loss": True, "context_parallel_size": 1,
+    }  # fmt: skip
     kind = MLATransformerConfig if variant.config.get("multi_latent_attention") else TransformerConfig
     values |= {**variant.config, **overrides}
     if variant.dense_layers:
@@ -294,16 +279,10 @@ def gpt_model(
 ) -> GPTModel:
     """Return megatron-core's GPTModel, or ours, with `layer_spec`."""
     return kind(
-        config=config,
-        transformer_layer_spec=layer_spec,
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=MAX_POSITIONS,
-        position_embedding_type=variant.position_embedding,
-        rotary_percent=0.5 if variant is PARTIAL_ROPE else 1.0,
-        share_embeddings_and_output_weights=variant.tied,
-        **variant.model,
-        **stage,
-    )
+        config=config, transformer_layer_spec=layer_spec, vocab_size=VOCAB_SIZE, max_sequence_length=MAX_POSITIONS,
+        position_embedding_type=variant.position_embedding, rotary_percent=0.5 if variant is PARTIAL_ROPE else 1.0,
+        share_embeddings_and_output_weights=variant.tied, **variant.model, **stage,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -326,11 +305,7 @@ def read_sample(sample: Sample) -> SampleTokens:
 
 
 def window_mask(seqlen: int, window_size: tuple[int, int], sink_tokens: int = 0) -> torch.Tensor:
-    """Return which keys megatron-core hides from each token of a layer with a window, [S, S]; it makes it on CUDA.
-
-    Args:
-        sink_tokens: first keys that it is kept from hiding, but from the tokens before them.
-    """
+    """Return which keys megatron-core hides from each token of a layer with a window, [S, S], but for `sink_tokens`."""
     ones = torch.ones
     with mock.patch.object(torch, "ones", lambda *shape, device, **kwargs: ones(*shape, **kwargs)):
         hidden: torch.Tensor = utils.get_sliding_window_causal_mask(seqlen, seqlen, window_size)
@@ -339,10 +314,7 @@ def window_mask(seqlen: int, window_size: tuple[int, int], sink_tokens: int = 0)
 
 
 class TwoWidths(torch.nn.Module):
-    """Causal attention of keys and values of different widths, by its definition: megatron-core's local one has one.
-
-    In layers with a window megatron-core's own mask hides keys, as `reference_step` has it.
-    """
+    """Causal attention of keys and values of different widths, by its definition: megatron-core's local one has one."""
 
     def __init__(self, softmax_scale: float, config: Any, layer_number: int, **_unused: Any) -> None:
         super().__init__()
@@ -361,14 +333,7 @@ class TwoWidths(torch.nn.Module):
 
 
 def weigh_later_tokens_as_others(num_tokens: Callable[[], int]) -> None:
-    """Have the losses of modules count per token, as megatron-core had it before 0.17.
-
-    Since then the losses of a pack are weighted by its tokens over those that have a later one: of a sample alone all
-    over all but the last ones, of a pack with other samples another number.
-
-    Args:
-        num_tokens: tells how many tokens of the sample that runs have a loss.
-    """
+    """Have the losses of modules count per token, as before megatron-core 0.17, which weighs packs otherwise."""
     roll = multi_token_prediction.roll_tensor
     multi_token_prediction.roll_tensor = lambda tensor, *args, **kwargs: (
         roll(tensor, *args, **kwargs)[0],
@@ -387,11 +352,9 @@ class Cloned(RowParallelLinear):
 def stock_layer(config: TransformerConfig) -> Any:
     """Return the spec of megatron-core's own layer."""
     spec = get_gpt_layer_local_spec(
-        normalization=config.normalization,
-        qk_layernorm=config.qk_layernorm,
-        qk_l2_norm=config.qk_l2_norm,
+        normalization=config.normalization, qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm,
         multi_latent_attention=config.multi_latent_attention,
-    )
+    )  # fmt: skip
     if config.multi_latent_attention:
         patches.repair_latent_attention()
         spec.submodules.self_attention.submodules.core_attention = TwoWidths
@@ -437,12 +400,7 @@ def _use_norms_of_1_more(layers: list[Any]) -> type:
 def reference_step(
     variant_name: str, samples: tuple[Sample, ...], num_layers: int, windows: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank.
-
-    Args:
-        windows: `window_size` and `window_attn_skip_freq` of the config, and `window_sink_tokens`, first keys that are
-            not hidden.
-    """
+    """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank."""
     variant = VARIANTS[variant_name]
     initialize_model_parallel()
     of_config = dict(windows)
@@ -478,19 +436,13 @@ def reference_step(
         (token_losses * mask[0]).sum().backward()  # and what losses of multi-token prediction add to it
     gradients = {name: p.grad / sum(num_tokens) for name, p in model.named_parameters()}
     return {
-        "initial": initial,
-        "gradients": gradients,
-        "losses": losses,
-        "num_tokens": sum(num_tokens),
+        "initial": initial, "gradients": gradients, "losses": losses, "num_tokens": sum(num_tokens),
         "expert_biases": moved_expert_biases(model, config),
-    }
+    }  # fmt: skip
 
 
 def moved_expert_biases(model: GPTModel, config: TransformerConfig) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return name -> (values before, after the step): experts with fewer tokens than the average get more bias.
-
-    Source: Wang et al. 2024 (arXiv 2408.15664), algorithm 1.
-    """
+    """Return name -> (values before, after the step), as in algorithm 1 of Wang et al. 2024 (arXiv 2408.15664)."""
     found = {}
     for name, module in model.named_modules():
         if getattr(module, "expert_bias", None) is not None:

@@ -1,7 +1,5 @@
 """Outcomes and errors are the same on all ranks, and what ranks tell each other is data: nothing planted is run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Attention of a pack in zigzag shards, by every exchange, against a naive softmax over each whole sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -89,8 +87,7 @@ def inputs_of(case: Case) -> list[Tensor]:
 
 
 def count_sent_bytes(sent: list[int]) -> None:
-    """Record what is handed to torch.distributed, apart from what `ExchangeStats` says. A ring collective sends cp - 1
-    of the cp parts, an all-to-all keeps one of them."""
+    """Record what is handed to torch.distributed: cp - 1 of cp parts by a ring; an all-to-all keeps one of them."""
     batch, gather, scatter = dist.batch_isend_irecv, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
     all_to_all = dist.all_to_all_single
 
@@ -128,14 +125,9 @@ def start(*cases: Case) -> Callable[[Case], Shard]:
         tokens = tokens_of_rank(case, groups.lane)
         stats = ExchangeStats()
         params = DynamicPackedSeqParams.build(
-            case.padded_seqlens,
-            tokens,
-            groups.group(0, case.cp_size),
-            cp_comm_type=case.exchange,
-            levels=groups.levels(0, case.cp_size, case.inner_cp_size),
-            label="test",
-            stats=stats,
-        )
+            case.padded_seqlens, tokens, groups.group(0, case.cp_size), cp_comm_type=case.exchange,
+            levels=groups.levels(0, case.cp_size, case.inner_cp_size), label="test", stats=stats,
+        )  # fmt: skip
         *inputs, grad = (x[tokens].to(case.dtype) for x in inputs_of(case))
         inputs = [x.requires_grad_() for x in inputs]
         out = Attention.apply(*inputs, params, SCALE, KERNELS[case.kernel])

@@ -1,7 +1,5 @@
 """A step in bf16 as the trainer runs it: Float16Module, bf16 pipeline and ring messages, fp32 main gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -35,11 +33,7 @@ class Step:
 
 
 def run_bf16_step(case: Case, in_fp32: bool = True) -> Step:
-    """Run one step from the case's weights, rounded to bf16, and compare gradients with its fp32 ones.
-
-    Args:
-        in_fp32: gradients are added up and reduced in it.
-    """
+    """Run one step from the case's weights, rounded to bf16, and compare gradients with its fp32 ones."""
     config, (chunk,), model, _, wrapper, counterpart = build_runtime(*case, in_fp32=in_fp32)
     check_supported(config)
     model[0].zero_grad_buffer()

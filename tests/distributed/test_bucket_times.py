@@ -66,13 +66,9 @@ def slowed(forward_s: dict[int, float], backward_s: dict[int, float]) -> Callabl
 
 def build_times(trainee: Trainee, **options: Any) -> BucketTimes:
     return BucketTimes(
-        trainee.model,
-        stage=parallel_state.get_pipeline_model_parallel_rank(),
-        lane=trainee.groups.lane,
-        device=torch.device("cpu"),
-        shape=TINY_MODEL,
-        **options,
-    )
+        trainee.model, stage=parallel_state.get_pipeline_model_parallel_rank(), lane=trainee.groups.lane,
+        device=torch.device("cpu"), shape=TINY_MODEL, **options,
+    )  # fmt: skip
 
 
 def time_steps(layout: Layout, plan: Plan, num_steps: int, forward_step: Callable[..., Any]) -> dict[str, Any]:

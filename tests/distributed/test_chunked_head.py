@@ -1,7 +1,5 @@
 """Losses, log-probs and entropies over chunks of tokens equal those of all at once, and hold logits of a chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -46,11 +44,9 @@ def test_chunks_add_their_weight_gradients_by_a_fused_kernel(variant: str, refer
 
 def make_head(*, sequence_parallel: bool, dtype: torch.dtype = torch.float32) -> ColumnParallelLinear:
     config = reference.transformer_config(
-        reference.LLAMA,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        sequence_parallel=sequence_parallel,
-        params_dtype=dtype,
-    )
+        reference.LLAMA, tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=sequence_parallel, params_dtype=dtype,
+    )  # fmt: skip
     table = torch.randn(WORDS, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
     head = ColumnParallelLinear(
         HIDDEN, WORDS, config=config, init_method=lambda weight: weight, bias=False, gather_output=False
@@ -96,10 +92,7 @@ def compare(chunk_tokens: int, *, sequence_parallel: bool, dtype: torch.dtype = 
     initialize_model_parallel(dist.get_world_size())
     head = make_head(sequence_parallel=sequence_parallel, dtype=dtype)
     pairs = (
-        (
-            lambda hidden, labels: losses_of(head(hidden)[0], labels),
-            ChunkedHead(head, losses_of, chunk_tokens),
-        ),
+        (lambda hidden, labels: losses_of(head(hidden)[0], labels), ChunkedHead(head, losses_of, chunk_tokens)),
         (
             lambda hidden, labels: plain_log_probs(head, hidden, labels, 0.7),
             lambda hidden, labels: token_log_probs(head, hidden, labels, chunk_tokens, temperature=0.7),

@@ -1,7 +1,5 @@
 """Shims of random states and types on a CPU: operations of megatron-core are right with them and not without."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Routers count each sample by itself, and experts start alike wherever they are; `test_parity` trains them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -43,12 +41,9 @@ def refused_plan(samples: Any, plan: Any) -> str:
     initialize_model_parallel()
     groups = DynamicCPGroups.build(plan.topology, timeout_s=60, exchanges=["blocks"])
     wrapper = DataIteratorWrapper(
-        plan_source=fixed_plan(plan, groups),
-        read_sample=lambda sample_id: reference.read_sample(samples[sample_id]),
-        groups=groups,
-        chunks=[ChunkNeeds(tokens=True, labels=True)],
-        may_place=False,
-    )
+        plan_source=fixed_plan(plan, groups), read_sample=lambda sample_id: reference.read_sample(samples[sample_id]),
+        groups=groups, chunks=[ChunkNeeds(tokens=True, labels=True)], may_place=False,
+    )  # fmt: skip
     with pytest.raises(IllegalPlanError) as caught:
         wrapper.wrap(0, samples)
     return str(caught.value)
@@ -99,10 +94,7 @@ ADAPTERS = Adapters(rank=4, alpha=8, modules=("in_proj", "out_proj", "linear_qkv
 
 
 def what_starts_otherwise(layouts: dict[str, Layout]) -> dict[str, tuple[set[str], set[str], list[str]]]:
-    """Return, for each layout, the parameters that this rank lacks, those that it has a part of, and those that differ.
-
-    They are compared with what a rank that has all starts with.
-    """
+    """Return, for each layout, which parameters this rank lacks, has in part, and has otherwise than one with all."""
     whole: dict[str, dict[str, torch.Tensor]] = {}
     found = {}
     alone = {f"{name} alone": replace(layout, tp=1, ep=1) for name, layout in layouts.items()}
@@ -169,13 +161,9 @@ def router_of_a_pack(variant: reference.ModelVariant) -> tuple[DynamicCPRouter, 
     cp_size = dist.get_world_size()
     shards = [shard_positions(padded, cp_size, groups.lane) for padded in PADDED]
     one.params = DynamicPackedSeqParams.build(
-        PADDED,
-        torch.from_numpy(np.concatenate(shards)),
-        groups.group(0, cp_size),
-        label="test",
-        stats=ExchangeStats(),
-        seqlens=SEQLENS,
-    )
+        PADDED, torch.from_numpy(np.concatenate(shards)), groups.group(0, cp_size), label="test",
+        stats=ExchangeStats(), seqlens=SEQLENS,
+    )  # fmt: skip
     held = [
         torch.nn.functional.pad(hidden_states(n), (0, 0, 0, 12))[shard]
         for n, shard in zip(SEQLENS, shards, strict=True)

@@ -1,7 +1,6 @@
-"""Features of layers by themselves: what they compute, what is refused, and what layers of TransformerEngine lack."""
+"""Features of layers by themselves: what they compute and refuse; fused weight gradients of a stand-in for apex."""
 
-from __future__ import annotations
-
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +22,15 @@ from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, FutureColumns
 from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
+from tests.distributed import fake_apex
 from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.layouts import layout_of, lines
+from tests.distributed.parity import Comparison, Layout, assert_equal_to_reference, case_of, run_step
+from tests.distributed.real_transformer_engine import products
+from tests.distributed.real_transformer_engine.engine import run_ranks_with
+from tests.distributed.real_transformer_engine.wheels import PINNED
 from tests.distributed.reference import LATENT, LLAMA, MTP, ModelVariant, transformer_config, window_mask
+from tests.distributed.test_transformer_engine_start import run_chunks_on_this_rank
 from tests.layer_choices import chosen_layers
 
 UNIFORM_BY_TWO = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
@@ -125,10 +131,8 @@ def test_windows_are_those_of_megatron_core(skip: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        (
-            {"window_attn_skip_freq": 2},
-            "--window-attn-skip-freq 2 skips windows, and there is none: give --window-size",
-        ),
+        ({"window_attn_skip_freq": 2},
+         "--window-attn-skip-freq 2 skips windows, and there is none: give --window-size"),
         ({"window_size": (-1, 0)}, r"--window-size is -1,0, two numbers are needed, tokens before .at least 0."),
         ({"window_size": (4,)}, "--window-size is 4, two numbers are needed"),
         ({"window_size": (4, 2)}, "--window-size 4,2 shows 2 tokens behind a token, attention is causal: give 4,0"),
@@ -136,13 +140,11 @@ def test_windows_are_those_of_megatron_core(skip: Any) -> None:
         ({"window_size": (4, 0), "window_attn_skip_freq": 0}, "--window-attn-skip-freq is 0, the smallest allowed"),
         ({"window_size": (4, 0), "window_attn_skip_freq": [1, 0]}, "1,0 has 2 entries, the model has 6 layers"),
         ({"window_size": (4, 0), "window_attn_skip_freq": [2] * 6}, "2,2,2,2,2,2 has 6 entries"),
-        (
-            {"window_sink_tokens": 4},
-            "--window-sink-tokens 4 is for layers with a window, and there is none: give --win",
-        ),
+        ({"window_sink_tokens": 4},
+         "--window-sink-tokens 4 is for layers with a window, and there is none: give --win"),
         ({"window_size": (4, 0), "window_sink_tokens": -1}, "--window-sink-tokens is -1, the smallest allowed number"),
     ],
-)
+)  # fmt: skip
 def test_a_window_that_cannot_be_is_told_at_once(values: dict[str, Any], says: str) -> None:
     with pytest.raises((InvalidInputError, UnsupportedFeatureError), match=says):
         windows_of(config_of(**values))
@@ -260,3 +262,42 @@ def test_columns_are_those_of_their_depth() -> None:
     assert columns.num_depths == 2
     assert [one.tolist() for one in columns.inputs(2)] == [[[12, 13, 14, 15]], [[20, 21, 22, 23]]]
     assert [one.tolist() for one in columns.targets(1)] == [[[4, 5, 6, 7]], [[0.0, 1.0, 2.0, 3.0]]]
+
+
+LINES = lines("""
+    two llama_tied distributed overlap fused; one tp2 sp distributed overlap fused; one pp2 llama_tied full fused
+    two engine distributed overlap fused
+""")
+"""A tied embedding on one stage gets a gradient of both kinds."""
+
+
+def run_fused_step(*args: Any) -> tuple[Comparison, int]:
+    """Return the comparison of this rank, and how many products went to a buffer at once."""
+    fake_apex.install()
+    comparison = run_step(*args)
+    return comparison, len(fake_apex.calls) + products.num_into_buffers
+
+
+@pytest.mark.by_day(LINES[-1])  # another kernel, in test_chunked_head, adds those of local layers
+@pytest.mark.parametrize("line", LINES)
+def test_step_equals_single_process(line: str, reference_of: Any) -> None:
+    layout = layout_of(line)
+    case = case_of(reference_of, layout)
+    run = run_ranks if layout.transformer_impl == "local" else functools.partial(run_ranks_with, PINNED)
+    results = run(layout.topology.world_size, run_fused_step, *case)
+    assert_equal_to_reference([comparison for comparison, _ in results], layout, case.expected)
+    of_a_stage = 4 * layout.num_layers // layout.pp  # four matrices in each layer
+    last = of_a_stage + 1
+    stages = [of_a_stage, last] if layout.pp == 2 else [last, last]
+    assert [number for _, number in results] == [number * case.plan.num_microbatches for number in stages]
+
+
+def warm_fused_chunks(layout: Layout) -> int:
+    fake_apex.install()
+    run_chunks_on_this_rank(layout)
+    return len(fake_apex.calls)
+
+
+def test_a_pack_through_the_chunks_leaves_no_trace() -> None:
+    layout = layout_of("one tp2 sp distributed fused")
+    assert run_ranks(2, warm_fused_chunks, layout, timeout_s=60) == [4 * layout.num_layers + 1] * 2

@@ -1,7 +1,5 @@
 """FLOPs of a step against what torch counts on a real model, and the per-token loss function."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch
@@ -99,12 +97,9 @@ def test_forward_step_hands_each_tensor_to_its_argument() -> None:
 
     params = SimpleNamespace(label="step 1, micro-batch 0", positions=torch.arange(3), future=None)
     batch = {
-        "tokens": "tokens",
-        "position_ids": "position_ids",
-        "labels": "labels",
-        "packed_seq_params": params,
+        "tokens": "tokens", "position_ids": "position_ids", "labels": "labels", "packed_seq_params": params,
         "loss_mask": torch.tensor([[1.0, 0.0, 1.0]]),
-    }
+    }  # fmt: skip
     batches = iter([batch, {}])
     output, loss_func = forward_step(batches, model)
     assert calls == [("tokens", "position_ids", None, "labels", params)]

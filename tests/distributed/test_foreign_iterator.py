@@ -1,7 +1,5 @@
 """ForeignIteratorWrapper: what a training loop's own iterators yield comes out once, right, and on every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -247,12 +245,9 @@ def gradients_of_step(layout: Layout, samples: Sequence[Sample], initial: dict[s
     losses = get_forward_backward_func()(
         forward_step_func=loss.forward_step,
         data_iterator=step.data_iterators if len(model) > 1 else step.data_iterators[0],
-        model=model if len(model) > 1 else model[0],
-        num_microbatches=step.num_microbatches,
-        seq_length=64,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+        model=model if len(model) > 1 else model[0], num_microbatches=step.num_microbatches, seq_length=64,
+        micro_batch_size=1, forward_only=False,
+    )  # fmt: skip
     assert plans.latest is not None
     return {
         "gradients": {

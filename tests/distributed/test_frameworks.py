@@ -7,8 +7,6 @@ packages without it here. Every module of verl that runs is the released one, an
 selects nothing. Of Megatron-Core there is the class that verl asks for by name: no release has it.
 """
 
-from __future__ import annotations
-
 import ast
 import logging
 import os
@@ -35,12 +33,7 @@ from tests.distributed.outside import load_planner
 from tests.wheels import FRAMEWORKS, alone, newest_or_skip, wheel_or_skip
 
 VERL = "0.9.1"
-NEEDED = (
-    ("tensordict", "0.15.3"),
-    ("pyvers", "0.2.3"),
-    ("orjson", "3.13.0"),
-    ("cloudpickle", "3.1.3"),
-)
+NEEDED = (("tensordict", "0.15.3"), ("pyvers", "0.2.3"), ("orjson", "3.13.0"), ("cloudpickle", "3.1.3"))
 ENVIRONMENT = "megatron.integrations.scheduler.from_environment"
 
 
@@ -81,10 +74,8 @@ def open_seam(site: Path) -> Any:
 
 
 def step(seam: Any, lengths: Sequence[int], limit: int) -> dict[str, Any]:
-    """Return what verl hands this rank of a batch, and the results of all ranks as verl puts them together.
-
-    Sample i has tokens 1000 i, 1000 i + 1, ...; the "model" returns the half of each token.
-    """
+    """Return what verl hands this rank of a batch, and all results: sample i is 1000 i, 1000 i + 1, ..., a result
+    half."""
     import torch
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu

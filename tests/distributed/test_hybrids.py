@@ -1,7 +1,5 @@
 """Layers of linear attention beside megatron-core's own modules: what they compute, and what checkpoints hold."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys
@@ -141,12 +139,9 @@ def compare(kind: str) -> dict[str, float]:
     wanted = torch.cat([stock(sample, **given)[0] for sample in samples])
     (wanted * weights).sum().backward()
     params = DynamicPackedSeqParams.build(
-        SEQLENS,
-        torch.cat([torch.arange(seqlen) for seqlen in SEQLENS]),
-        ProcessGroupCollection.use_mpu_process_groups().cp,
-        label="test",
-        stats=ExchangeStats(),
-    )
+        SEQLENS, torch.cat([torch.arange(seqlen) for seqlen in SEQLENS]),
+        ProcessGroupCollection.use_mpu_process_groups().cp, label="test", stats=ExchangeStats(),
+    )  # fmt: skip
     found, bias = ours(torch.cat(samples), None, packed_seq_params=params)
     assert bias is None
     (found * weights).sum().backward()

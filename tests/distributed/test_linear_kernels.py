@@ -1,7 +1,5 @@
 """Kernels of linear attention: how flash-linear-attention is called, and what layers keep for backward."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect
@@ -310,12 +308,9 @@ KINDS: dict[str, tuple[type, Any, dict[str, int]]] = {
             "linear_value_head_dim": 128,
         },
     ),
-    "mamba2": (
-        DynamicCPMamba,
-        reference.MAMBA,
-        {"mamba_num_heads": 16, "mamba_num_groups": 2, "mamba_state_dim": 128, "mamba_head_dim": 64},
-    ),
-}
+    "mamba2": (DynamicCPMamba, reference.MAMBA,
+        {"mamba_num_heads": 16, "mamba_num_groups": 2, "mamba_state_dim": 128, "mamba_head_dim": 64}),
+}  # fmt: skip
 SYMBOLS = {"gated_delta_net": "G", "mamba2": "M"}
 LANES: list[tuple[int, StateExchange]] = [(1, "heads"), (2, "heads"), (2, "states")]
 
@@ -357,16 +352,9 @@ def kept_bytes(kind: str, more: dict[str, Any], lanes: list[tuple[int, StateExch
 
 def expected_bytes(sizes: LinearAttention, options: PlanOptions, way: StateExchange) -> float:
     model = ModelShape(
-        num_layers=3,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=HIDDEN,
-        num_attention_heads=1,
-        num_query_groups=1,
-        kv_channels=HIDDEN,
-        vocab_size=8,
-        linear_attention=sizes,
-        layer_pattern=f"{SYMBOLS[sizes.kind]}*-",
-    )
+        num_layers=3, hidden_size=HIDDEN, ffn_hidden_size=HIDDEN, num_attention_heads=1, num_query_groups=1,
+        kv_channels=HIDDEN, vocab_size=8, linear_attention=sizes, layer_pattern=f"{SYMBOLS[sizes.kind]}*-",
+    )  # fmt: skip
     (layer,) = (layer for _, layer in model.stages(1)[0].layers if layer.linear_attention)
     found = activation_bytes(model, Topology(num_lanes=1), options, layer)
     residual = HIDDEN * options.element_bytes.residual  # the input of the norm before it
@@ -385,11 +373,9 @@ def test_a_layer_keeps_what_the_memory_model_says(kind: str, repeated: list[str]
     sizes = linear_attention_of(config)
     assert sizes is not None
     options = PlanOptions(
-        max_tokens_per_rank=TOKENS,
-        recompute="selective" if repeated else "none",
-        recompute_modules=tuple(repeated),
+        max_tokens_per_rank=TOKENS, recompute="selective" if repeated else "none", recompute_modules=tuple(repeated),
         cp_comm_types=("p2p",),
-    )
+    )  # fmt: skip
     for (cp_size, way), kept in zip(LANES, found, strict=True):
         assert kept == pytest.approx(expected_bytes(sizes, options, way), rel=0.1), (cp_size, way)
 

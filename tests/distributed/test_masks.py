@@ -1,7 +1,5 @@
 """Masks of samples and layers: attention equals a dense softmax, shared questions train as their samples apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """Layers in two nano-batches: which tokens are in which, in what order steps come, and what another order does."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -113,15 +111,10 @@ def test_a_tick_with_other_nano_batches_or_with_none_is_refused() -> None:
 def test_backward_mirrors_forward_step_by_step() -> None:
     forward = steps_of(3, is_backward=False, repeats="nothing")
     assert list(map(str, forward[:8])) == [
-        "launch 0 of layer 0 forward",
-        "launch 1 of layer 0 forward",
-        "attend 0 of layer 0 forward",
-        "attend 1 of layer 0 forward",
-        "wait 0 of layer 0 forward",
-        "launch 0 of layer 1 forward",
-        "wait 1 of layer 0 forward",
-        "launch 1 of layer 1 forward",
-    ]
+        "launch 0 of layer 0 forward", "launch 1 of layer 0 forward", "attend 0 of layer 0 forward",
+        "attend 1 of layer 0 forward", "wait 0 of layer 0 forward", "launch 0 of layer 1 forward",
+        "wait 1 of layer 0 forward", "launch 1 of layer 1 forward",
+    ]  # fmt: skip
     back = {"launch": "wait", "attend": "attend", "wait": "launch"}
     expected = [LayerStep(back[step.what], step.layer, True, 1 - step.slot) for step in reversed(forward)]
     assert steps_of(3, is_backward=True, repeats="nothing") == expected
@@ -133,19 +126,13 @@ def brief(steps: list[LayerStep]) -> str:
 
 
 BACKWARD_OF_TWO: dict[Repeats, tuple[str, ...]] = {
-    "attention": (
-        "+launch0/1 +launch1/1 +attend0/1 +attend1/1 +wait0/1 +wait1/1 launch0/1 launch1/1",
+    "attention": ("+launch0/1 +launch1/1 +attend0/1 +attend1/1 +wait0/1 +wait1/1 launch0/1 launch1/1",
         "+launch0/0 +launch1/0 attend0/1 attend1/1 +attend0/0 +attend1/0",
-        "wait0/1 +wait0/0 +wait1/0 launch0/0 wait1/1 launch1/0",
-        "attend0/0 attend1/0 wait0/0 wait1/0",
-    ),
-    "layers": (
-        "+launch0/1 +launch1/1 +attend0/1 +attend1/1 +wait0/1 +wait1/1 launch0/1 launch1/1",
+        "wait0/1 +wait0/0 +wait1/0 launch0/0 wait1/1 launch1/0", "attend0/0 attend1/0 wait0/0 wait1/0"),
+    "layers": ("+launch0/1 +launch1/1 +attend0/1 +attend1/1 +wait0/1 +wait1/1 launch0/1 launch1/1",
         "+launch0/0 +launch1/0 attend0/1 attend1/1 +attend0/0 +attend1/0",
-        "wait0/1 wait1/1 +wait0/0 +wait1/0 launch0/0 launch1/0",
-        "attend0/0 attend1/0 wait0/0 wait1/0",
-    ),
-}
+        "wait0/1 wait1/1 +wait0/0 +wait1/0 launch0/0 launch1/0", "attend0/0 attend1/0 wait0/0 wait1/0"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("repeats", ["attention", "layers"])

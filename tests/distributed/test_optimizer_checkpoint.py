@@ -1,7 +1,5 @@
 """Without fused Adam, a distributed optimizer that has not stepped cannot load; with the repairs it can."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

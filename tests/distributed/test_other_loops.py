@@ -1,7 +1,5 @@
 """The examples for other loops compute what the same samples give one by one, without a plan."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import numpy as np

@@ -1,7 +1,5 @@
 """transformers models under accelerate train from plans what they train alone, sample by sample, by their own code."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from importlib.util import find_spec
@@ -449,12 +447,9 @@ def refuse_misuse():
     hybrid = new_model("Qwen3_5")
     use_dynamic_cp(hybrid)
     refuses(
-        Unsupported,
-        processes(parallelism_config=SimpleNamespace(cp_size=2)),
-        "cp_size=2",
-        "2 processes",
+        Unsupported, processes(parallelism_config=SimpleNamespace(cp_size=2)), "cp_size=2", "2 processes",
         "leave cp_size at 1",
-    )
+    )  # fmt: skip
     with_sp = processes(parallelism_config=SimpleNamespace(cp_size=1, sp_size=2))
     refuses(Unsupported, with_sp, "sp_size=2", "leave sp_size at 1")
     refuses(Unsupported, processes(gradient_accumulation_steps=4), "is 4, 1 is needed", "global batch size")

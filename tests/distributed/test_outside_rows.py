@@ -1,7 +1,5 @@
 """Rows as data sets bring them: packed, masked, padded. Both collators honour a column, or refuse it by name."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 
@@ -128,30 +126,24 @@ def test_what_trains_nothing_may_stand_in_a_row() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "padded": (
-        {"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]},
-        "has 3 tokens, 2 of them are not padding: give samples without padding",
-    ),
+    "padded": ({"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]},
+        "has 3 tokens, 2 of them are not padding: give samples without padding"),
     "lengths": ({"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}, "seq_lengths adds up to 4, it has 3 tokens"),
     "an empty document": ({"input_ids": [1, 2], "seq_lengths": [2, 0]}, "seq_lengths [2, 0]: every document needs"),
     "positions": ({"input_ids": [1, 2, 3], "position_ids": [0, 2, 3]}, "token 1 (from 0) has position 2 after 0"),
     "first position": ({"input_ids": [1, 2], "position_ids": [4, 5]}, "token 0 (from 0) has position 4"),
     "positions in three axes": ({"input_ids": [1, 2], "position_ids": [[0, 1]] * 3}, "position_ids of shape (3, 2)"),
-    "they disagree": (
-        {"input_ids": [1, 2, 3], "seq_lengths": [1, 2], "position_ids": [0, 1, 0]},
-        "seq_lengths [1, 2], its position_ids say [2, 1]",
-    ),
-    "mask": (
-        {"input_ids": [1, 2, 3], "completion_mask": [0, 1]},
-        "input_ids of shape (3,) and completion_mask of shape",
-    ),
+    "they disagree": ({"input_ids": [1, 2, 3], "seq_lengths": [1, 2], "position_ids": [0, 1, 0]},
+        "seq_lengths [1, 2], its position_ids say [2, 1]"),
+    "mask": ({"input_ids": [1, 2, 3], "completion_mask": [0, 1]},
+        "input_ids of shape (3,) and completion_mask of shape"),
     "weights in a mask": ({"input_ids": [1, 2], "assistant_masks": [0.5, 1]}, "assistant_masks has 0.5"),
     "types of tokens": ({"input_ids": [1, 2], "token_type_ids": [0, 1]}, "'token_type_ids'"),
     "weights of tokens": ({"input_ids": [1, 2], "loss_weights": [0.5, 1]}, "'loss_weights'"),
     "pictures": ({"input_ids": [1, 2], "pixel_values": torch.zeros(3, 4, 4)}, "'pixel_values'"),
     "preference": ({"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}, "no input_ids"),
     "a weight": ({"input_ids": [1, 2], "weight": 0.5}, "'weight'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -1,7 +1,5 @@
 """Planned micro-batches on a torch DeviceMesh train what one process trains, under DDP and FSDP2, without Megatron."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

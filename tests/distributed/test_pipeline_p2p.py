@@ -1,7 +1,5 @@
 """Pipelines whose message shapes come from the plan: bit-equal to megatron-core's handshake, without its messages."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,9 +28,7 @@ SHAPE_MESSAGE = torch.int64
 
 
 def run_and_count(trainee: Trainee, packed: PackedStep, *, forward_only: bool, **options: Any) -> dict[str, Any]:
-    """Run a pass; return what is logged, all gradients, how many messages of which type were sent, and how often the
-    host waited for the device.
-    """
+    """Return what is logged, all gradients, messages sent by type, and how often the host waited for the device."""
     waits = []
     synchronize, torch.cuda.synchronize = torch.cuda.synchronize, lambda device=None: waits.append(device)
     try:
@@ -170,16 +166,13 @@ def plan_of_three(layout: Layout, samples: Sequence[Sample]) -> Plan:
 @pytest.mark.parametrize(
     ("line", "tokens", "says"),
     [
-        (
-            "one pp4",
-            [[5, 9, 30], [5, 9, 30], [5, 8, 30], [5, 9, 30]],
-            "stage 1 sends message 1 as (9, 1, 128), stage 2 expects (8, 1, 128)",
-        ),
+        ("one pp4", [[5, 9, 30], [5, 9, 30], [5, 8, 30], [5, 9, 30]],
+         "stage 1 sends message 1 as (9, 1, 128), stage 2 expects (8, 1, 128)"),
         ("one pp2", [[5, 9, 30], [5, 9]], "stage 0 sends 3 messages, stage 1 expects 2"),
         ("one pp2", [[5, 9, 30, 7]] * 2, "is done with 3 of 4 messages"),
     ],
     ids=["lengths", "numbers", "unfinished"],
-)
+)  # fmt: skip
 def test_plans_that_do_not_fit_are_found_on_all_stages(line: str, tokens: list[list[int]], says: str) -> None:
     """Those of neighbours that differ before they exchange anything."""
     layout = layout_of(line)

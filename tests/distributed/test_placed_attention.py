@@ -1,7 +1,5 @@
 """Placed attention: any placement, on lanes of one process and on gloo ranks, equals a dense softmax in float64."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -73,14 +71,9 @@ from tests.placements import random_placement
 from tests.sent_bytes import placed_bytes
 
 MODEL = ModelShape(
-    num_layers=1,
-    hidden_size=HEADS * DIM,
-    ffn_hidden_size=1,
-    num_attention_heads=HEADS,
-    num_query_groups=KV_HEADS,
-    kv_channels=DIM,
-    vocab_size=1,
-)
+    num_layers=1, hidden_size=HEADS * DIM, ffn_hidden_size=1, num_attention_heads=HEADS, num_query_groups=KV_HEADS,
+    kv_channels=DIM, vocab_size=1,
+)  # fmt: skip
 BF16 = torch.bfloat16
 MOST_SAMPLES = 20
 """Of a bucket, whose samples have their numbers in it as ids, or those and a multiple of this."""
@@ -98,15 +91,8 @@ SAMPLES = tuple(
 
 
 class Case(NamedTuple):
-    """A random placement of samples.
-
-    Attributes:
-        node_lanes: lanes of a node.
-        idle: so many lanes, the last ones, hold nothing, and as many, the first ones, compute nothing.
-        mask: of samples that bring none.
-        inner: lanes that exchange heads, for each of the placement.
-        window: of the layer that attends, where the placement is for layers with `mask`, too.
-    """
+    """A random placement. idle: so many last lanes hold nothing, so many first ones compute nothing; mask: of samples
+    that bring none; inner: lanes that exchange heads; window: of the layer that attends."""
 
     num_lanes: int
     node_lanes: int
@@ -202,12 +188,9 @@ def tokens_of(lane: PlacedLane, samples: Sequence[Sample]) -> Tensor:
 
 
 def attend(
-    case: Case,
-    lanes: Sequence[PlacedLane],
-    kernel: str = CPU.name,
-    dtype: torch.dtype = torch.float32,
+    case: Case, lanes: Sequence[PlacedLane], kernel: str = CPU.name, dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-) -> list[Placed]:
+) -> list[Placed]:  # fmt: skip
     """Return what all lanes compute; padding holds values as any token, but no gradient comes to it."""
     inputs = []
     for lane in lanes:
@@ -426,13 +409,9 @@ def bucket_of(first_lane: int, cp_size: int, index: int, node_lanes: int) -> Buc
     inner = 1 if index < len(STEP) else 2
     placement = Case(cp_size // inner, node_lanes, index + 1, idle=index % 2).placement
     return Bucket(
-        first_lane=first_lane,
-        cp_size=cp_size,
-        cp_comm_type="blocks",
-        inner_cp_size=inner,
-        samples=samples,
+        first_lane=first_lane, cp_size=cp_size, cp_comm_type="blocks", inner_cp_size=inner, samples=samples,
         placement=placement,
-    )
+    )  # fmt: skip
 
 
 @lru_cache

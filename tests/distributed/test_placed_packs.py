@@ -1,7 +1,5 @@
 """Packs of a placed lane: rows with the same keys are one rectangle, and each pair that masks allow is there once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -76,10 +74,7 @@ def test_homes_behind_the_same_keys_are_one_rectangle() -> None:
     # A home with keys of its own besides is by itself, and the others are still together; its square is a pack.
     squares, full = lane_packs(homes, [*pairs, (3, 2), (3, 3)], CAUSAL, fetched=[0, 1])
     assert (squares.mask, squares.row_seqlens) == (CAUSAL, (1,))
-    assert rectangles(full) == [
-        ([*range(4), *range(5, 10)], list(range(11, 21))),
-        ([4], [*range(11, 21), *range(4)]),
-    ]
+    assert rectangles(full) == [([*range(4), *range(5, 10)], list(range(11, 21))), ([4], [*range(11, 21), *range(4)])]
     # A home that sees only one of the two is by itself, too.
     (full,) = lane_packs(homes, [pair for pair in pairs if pair != (2, 1)], CAUSAL, fetched=[0, 1])
     assert (full.row_seqlens, full.column_seqlens) == ((4, 6), (3, 10))
@@ -174,10 +169,7 @@ def test_each_pair_is_in_one_pack_of_few_rectangles(num_lanes: int) -> None:
     [(FULL, 32, [64, 64]), (CausalBlockwise(16, 1), 48, [16]), (SharedQuestion(24, (16, 24)), 24, [44])],
 )
 def test_finely_cut_homes_equal_a_dense_softmax(mask: Mask, first_keys: int, expected: list[int]) -> None:
-    """Homes of 4 of 64 tokens, on one lane: first all tiles with the first keys, which many rows have in common.
-
-    Those are all rows, the last block, and all answers with the end of the prompt.
-    """
+    """Homes of 4 of 64 tokens, on one lane: first all tiles with the first keys, which many rows have in common."""
     sample = Sample(sample_id=0, seqlen=64, mask=mask)
     homes = np.array([(0, start, start + 4, 0) for start in range(0, 64, 4)], np.int32)
     wanted = tiles_between(Placement(homes, np.zeros((0, 4), np.int32)), [sample], CAUSAL)

@@ -1,7 +1,5 @@
 """Plans reach every rank, inside the step or ahead of it, and never leave a rank waiting."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any
@@ -26,26 +24,17 @@ BATCHES = [SAMPLES, SAMPLES[:3], SAMPLES[3:], SAMPLES[1:5]]
 PROBLEM = Problem(
     topology=Topology(num_lanes=3),
     model=ModelShape(
-        num_layers=4,
-        hidden_size=128,
-        ffn_hidden_size=256,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=32,
+        num_layers=4, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=2, kv_channels=32,
         vocab_size=257,
     ),
     hardware=load_hardware("cpu"),
     options=PlanOptions(max_tokens_per_rank=400, bytes_per_element=4, cp_comm_types=("p2p",)),
-)
+)  # fmt: skip
 
 
 def plan_of(samples: tuple[Sample, ...]) -> PlannedBatch:
     return search.plan_global_batch(
-        samples,
-        topology=PROBLEM.topology,
-        model=PROBLEM.model,
-        hardware=PROBLEM.hardware,
-        options=PROBLEM.options,
+        samples, topology=PROBLEM.topology, model=PROBLEM.model, hardware=PROBLEM.hardware, options=PROBLEM.options
     )
 
 
@@ -183,8 +172,7 @@ print(sum(count > 0 for _, count in before), [entry for entry in after if entry 
 
 @pytest.mark.by_day("4 2 6 dynamic thorough")
 @pytest.mark.parametrize(
-    "job",
-    ["1 1 8 dynamic fast", "4 2 6 dynamic thorough", "2 1 4 balanced fast", "1 1 1 static fast"],
+    "job", ["1 1 8 dynamic fast", "4 2 6 dynamic thorough", "2 1 4 balanced fast", "1 1 1 static fast"]
 )
 def test_a_synthetic_batch_runs_all_compiled_code_that_steps_need(job):
     pytest.importorskip("numba")

@@ -1,7 +1,5 @@
 """Passes of post-training equal a stock model that computes one response at a time; bad input is one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -160,10 +158,7 @@ def judged():
 
 @pytest.mark.parametrize(
     ("layouts", "of"),
-    [
-        pytest.param(EVERY_DAY, "_of_day", id="day"),
-        pytest.param(EACH_NIGHT, "", id="night", marks=pytest.mark.nightly),
-    ],
+    [pytest.param(EVERY_DAY, "_of_day", id="day"), pytest.param(EACH_NIGHT, "", id="night", marks=pytest.mark.nightly)],
 )
 def test_passes_equal_a_single_process(layouts: list[str], of: str, judged) -> None:
     """Each kind of loss by day; at night every loss on every layout."""
@@ -378,40 +373,28 @@ class Model(ChunkedHeadModel):
         (lambda: of_the_other([1.0, 2.0, 3.0], "aa"), ("3 responses have 2 pairs",)),
         (lambda: group_advantages([1.0, 2.0, 3.0], "aba"), ("group 'b' has 1 response", "at least 2")),
         (lambda: ResponseLoss(terms=nothing, of_responses=nothing, mean="tokens"), ("give 'samples' or a number",)),
-        (
-            lambda: check(OF_RESPONSES, Bucket(first_lane=1, cp_size=3, cp_comm_type="blocks")),
-            ("on 3 lanes from 1 on", "other exchanges than blocks"),
-        ),
-        (
-            lambda: check(dpo(), reference=OF_TOKENS),
-            ("reads 'reference' of each response, where 'num_tokens', 'sum' are", "a column of one value for each"),
-        ),
-        (
-            lambda: check(gspo(), advantages=OF_TOKENS, old_log_probs=OF_TOKENS),
-            ("reads 'advantages' of each response",),
-        ),
-        (
-            lambda: check(OF_RESPONSES, reference=np.ones(10)),
-            ("'reference' is computed of each response", "rename one"),
-        ),
-        (
-            lambda: check(TokenLoss(of_tokens=nothing), outputs=("margin",), margin=OF_TOKENS),
-            ("'margin' is computed of each token",),
-        ),
+        (lambda: check(OF_RESPONSES, Bucket(first_lane=1, cp_size=3, cp_comm_type="blocks")),
+         ("on 3 lanes from 1 on", "other exchanges than blocks")),
+        (lambda: check(dpo(), reference=OF_TOKENS),
+         ("reads 'reference' of each response, where 'num_tokens', 'sum' are", "a column of one value for each")),
+        (lambda: check(gspo(), advantages=OF_TOKENS, old_log_probs=OF_TOKENS),
+         ("reads 'advantages' of each response",)),
+        (lambda: check(OF_RESPONSES, reference=np.ones(10)),
+         ("'reference' is computed of each response", "rename one")),
+        (lambda: check(TokenLoss(of_tokens=nothing), outputs=("margin",), margin=OF_TOKENS),
+         ("'margin' is computed of each token",)),
         (lambda: check(sft(mean="token"), weights=OF_TOKENS), ("the mean is 'token': give 'tokens', 'samples'",)),
         (lambda: check(sft(), weights=["a"] * 5), ("column 'weights' is not of numbers (could not convert",)),
         (lambda: check(sft(), weights=["a"] * 10), ("column 'weights' is not of numbers (could not convert",)),
-        (
-            lambda: check(reward_pairs(), outputs=("log_probs", "entropies")),
-            ("reads 1 outputs and columns, 1 of them", "'values'", "have an output computed"),
-        ),
+        (lambda: check(reward_pairs(), outputs=("log_probs", "entropies")),
+         ("reads 1 outputs and columns, 1 of them", "'values'", "have an output computed")),
         (lambda: TokenOutputs(log_probs=False).check([]), ("0 outputs",)),
         (lambda: TokenOutputs().check([GPT]), ("SimpleNamespace", "DynamicCPGPTModel")),
         (lambda: TokenOutputs().check([Model(2)]), ("2 modules of multi-token prediction", "with 0")),
         (lambda: TokenOutputs(values=True).check([Model(0)]), ("0 value heads", "add_value_head")),
         (lambda: TokenOutputs().check([Model(0)]), ("took the place of the LM head",)),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_told(call: Callable[[], Any], parts: tuple[str, ...]) -> None:
     refuses(DynamicCPError, call, *parts)
 

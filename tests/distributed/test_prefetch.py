@@ -1,7 +1,5 @@
 """Packing in worker processes: the same packs, and an end that waits for nobody."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -32,19 +30,10 @@ def plan_of(num_samples: int, step: int = 0) -> LanePlan:
     """Return one micro-batch of many short samples on one lane."""
     samples = tuple(Sample(sample_id=step * num_samples + i, seqlen=1 + i % 7) for i in range(num_samples))
     facts = PlanFacts(
-        digest="0" * 64,
-        policy="test",
-        num_microbatches=1,
-        predicted_s=1.0,
-        imbalance=1.0,
-        reason="",
-        num_samples=num_samples,
-        seqlen_sum=sum(sample.seqlen for sample in samples),
-        seqlen_squared_sum=0,
-        cp_histogram={1: 1},
-        padding_fraction=0.0,
-        rank_token_multiple=1,
-    )
+        digest="0" * 64, policy="test", num_microbatches=1, predicted_s=1.0, imbalance=1.0, reason="",
+        num_samples=num_samples, seqlen_sum=sum(sample.seqlen for sample in samples), seqlen_squared_sum=0,
+        cp_histogram={1: 1}, padding_fraction=0.0, rank_token_multiple=1,
+    )  # fmt: skip
     return LanePlan(lane=0, buckets=(Bucket(first_lane=0, samples=samples),), facts=facts)
 
 

@@ -1,7 +1,5 @@
 """Lengths found by probing: each rank its share, the same result or the same error everywhere, nobody left waiting."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter
@@ -195,11 +193,9 @@ def wrap_words(plan):
     groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30, exchanges=("p2p",))
     samples = ProbedSamples(Words())
     wrapper = DataIteratorWrapper(
-        plan_source=fixed_plan(plan, groups),
-        read_sample=samples.read,
-        groups=groups,
+        plan_source=fixed_plan(plan, groups), read_sample=samples.read, groups=groups,
         chunks=[ChunkNeeds(tokens=True, labels=True)],
-    )
+    )  # fmt: skip
     data = wrapper.wrap(0, samples.global_batch(0, 12))
     got = [batch["tokens"].flatten() for batch in data.data_iterators[0]]
     return torch.cat(got).tolist(), data.seqlen_sum
@@ -253,14 +249,11 @@ def test_masks_of_items_are_known_everywhere():
 @pytest.mark.parametrize(
     ("unfit", "has_masks", "said"),
     [
-        (
-            7,
-            True,
-            "item 7 cannot have the mask shared_question:50,60: prompt and answers have 110 tokens, the sample 1",
-        ),
+        (7, True,
+         "item 7 cannot have the mask shared_question:50,60: prompt and answers have 110 tokens, the sample 1"),
         (None, False, "item 0 has a mask, ProbedSamples(..., has_masks=False) looks for none: set it to True"),
     ],
-)
+)  # fmt: skip
 def test_masks_that_cannot_be_are_the_same_error_on_all_ranks(unfit, has_masks, said):
     (message,) = set(run_ranks(2, masked_batch, unfit, has_masks, timeout_s=60))
     assert said in message

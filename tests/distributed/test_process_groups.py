@@ -1,7 +1,5 @@
 """CP groups: the right blocks with the right ranks for any number of lanes, and errors on all ranks, never a hang."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -100,15 +98,10 @@ def build_and_sum(topology: Topology, limits: dict[str, Any]) -> tuple[DynamicCP
         if (groups.lane - groups.lane % size, size) in groups.groups:
             assert group is groups.group(groups.lane - groups.lane % size, size), "built twice"
     facts = DynamicCPGroups(
-        lane=groups.lane,
-        num_lanes=groups.num_lanes,
-        groups=dict.fromkeys(groups.groups),
-        inner_groups={},
-        outer_groups=dict.fromkeys(groups.outer_groups),
-        build_s=groups.build_s,
-        warm_up_s=groups.warm_up_s,
+        lane=groups.lane, num_lanes=groups.num_lanes, groups=dict.fromkeys(groups.groups), inner_groups={},
+        outer_groups=dict.fromkeys(groups.outer_groups), build_s=groups.build_s, warm_up_s=groups.warm_up_s,
         warm_up_bytes=groups.warm_up_bytes,
-    )
+    )  # fmt: skip
     return facts, found
 
 
@@ -296,15 +289,11 @@ def refuse(topology: Topology, order: str) -> str:
     ("world_size", "topology", "order", "says"),
     [
         (2, Topology(num_lanes=4), "tp-cp-ep-dp-pp", ("2 data-parallel ranks", "4 lanes")),
-        (
-            4,
-            Topology(num_lanes=2, pp_size=2),
-            "tp-cp-ep-pp-dp",
-            ("[2] ranks apart, expected 1", "--use-tp-pp-dp-mapping"),
-        ),
+        (4, Topology(num_lanes=2, pp_size=2), "tp-cp-ep-pp-dp",
+         ("[2] ranks apart, expected 1", "--use-tp-pp-dp-mapping")),
     ],
     ids=["lanes", "order"],
-)
+)  # fmt: skip
 def test_other_lanes_and_orders_of_ranks_are_refused_on_all_ranks(
     world_size: int, topology: Topology, order: str, says: tuple[str, ...]
 ) -> None:
@@ -365,13 +354,9 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
     if dist.get_rank() == 0:
         for name, exchange in exchanges.items():
             params = DynamicPackedSeqParams.build(
-                (4,),
-                torch.arange(2),
-                groups[name].group(0, 2),
-                cp_comm_type="p2p",
-                label=f"step 7, {name}",
+                (4,), torch.arange(2), groups[name].group(0, 2), cp_comm_type="p2p", label=f"step 7, {name}",
                 stats=ExchangeStats(),
-            )
+            )  # fmt: skip
             started_s, began_s = time.monotonic(), patience.now_s()
             with pytest.raises(ExchangeError) as caught:
                 exchange(params)

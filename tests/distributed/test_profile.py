@@ -1,7 +1,5 @@
 """`dynamic-cp profile` and `first-day` on gloo ranks: they measure, fit, write what the planner takes, and go on."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -48,17 +46,9 @@ def words_for(folder: Path, *more: str) -> list[str]:
 
 def setup_of(num_ranks: int) -> Setup:
     return Setup(
-        device="",
-        torch_version="",
-        model=ModelShape(**MODEL),
-        tp_size=1,
-        element_bytes=4,
-        num_ranks=num_ranks,
-        ranks_per_node=num_ranks,
-        max_tokens=512,
-        quick=True,
-        date="",
-    )
+        device="", torch_version="", model=ModelShape(**MODEL), tp_size=1, element_bytes=4, num_ranks=num_ranks,
+        ranks_per_node=num_ranks, max_tokens=512, quick=True, date="",
+    )  # fmt: skip
 
 
 def run_command(words: list[str]) -> tuple[int, str, str]:
@@ -87,12 +77,10 @@ def test_two_ranks_measure_fit_and_go_on(tmp_path: Path) -> None:
     assert "mamba2, samples of 64 to 512 tokens" in hardware.source["linear_attention_flops_per_s"]
     assert "2 ranks at once" not in hardware.source["bandwidth_across_nodes_bytes_per_s"]
     plan = plan_global_batch(
-        [Sample(sample_id=index, seqlen=100 + 50 * index) for index in range(6)],
-        topology=Topology(num_lanes=2),
-        model=load_model(tmp_path / "model.json"),
-        hardware=hardware,
+        [Sample(sample_id=index, seqlen=100 + 50 * index) for index in range(6)], topology=Topology(num_lanes=2),
+        model=load_model(tmp_path / "model.json"), hardware=hardware,
         options=PlanOptions(max_tokens_per_rank=512, bytes_per_element=4, cp_comm_types=("p2p",)),
-    )
+    )  # fmt: skip
     assert plan.predicted_s > 0
     # A measurement that is cut off goes on with what is missing, and measures nothing twice.
     for name in ("buckets", "packs", "held_out"):

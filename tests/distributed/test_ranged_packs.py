@@ -1,7 +1,5 @@
 """Packs, whose rows see rectangles or ranges of keys: out, log-sum-exp and gradients by every CPU kernel."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -139,18 +137,13 @@ def test_work_goes_with_what_is_touched(mask: Mask) -> None:
 
 
 def every_residue(size: int) -> Pack:
-    """Return a pack of ranges that begin, or end, at each place of a tile of `size` columns: first ranges and second.
-
-    The rows of a sequence see the same keys, so a tile is full exactly where they all lie inside.
-    """
+    """Return a pack whose ranges begin, or end, at each place of a tile of `size` columns; rows of a sequence agree."""
     ranges = [row for place in range(size) for row in ((place, 3 * size, 0, 0), (0, 2 * size + place, 0, 0))]
     ranges += [row[2:] + row[:2] for row in ranges]
     return Pack.build(
-        (8,) * len(ranges),
-        (3 * size,) * len(ranges),
-        device=HOST,
+        (8,) * len(ranges), (3 * size,) * len(ranges), device=HOST,
         key_ranges=np.repeat(np.array(ranges, np.int32), 8, axis=0),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("num_columns", [4, 16])

@@ -1,7 +1,5 @@
 """Releases of megatron-core: the table is true of the one that is installed, and others are refused by name."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
 import platform
@@ -29,18 +27,8 @@ from megatron.dynamic_cp.repairs import releases
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = (
-    "0.15.3",
-    "0.16.0",
-    "0.16.1",
-    "0.17.0",
-    "0.17.1",
-    "0.18.0",
-    "0.18.2",
-    "0.19.0",
-    "0.19.2",
-    "0.19.3",
-    "0.20.0",
-)
+    "0.15.3", "0.16.0", "0.16.1", "0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.2", "0.19.3", "0.20.0",
+)  # fmt: skip
 """On PyPI on 2026-11-23, and two that are to come."""
 
 SIGNS: dict[releases.Difference, Callable[[], bool]] = {
@@ -115,14 +103,10 @@ def test_training_refuses_it_before_torch_is_imported(tmp_path: Path) -> None:
     words = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --global-batch-size 1 "
     words += "--train-iters 1 --lr 1 --mock-data --distributed-backend gloo"
     done = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *words.split()],
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "pretrain_gpt.py", *words.split()], cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True, timeout=60,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: megatron-core 0.15.3 is not supported; supported are 0.16.1 (Python >= 3.10)")
     assert done.stderr.count("\n") == 1

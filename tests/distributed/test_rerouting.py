@@ -1,7 +1,5 @@
 """Re-routing: sizes and contents, one exchange of exactly the bytes needed, and faults that reach all ranks alike."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections import Counter
@@ -32,15 +30,7 @@ from megatron.integrations.foreign.rerouting import (
 )
 from megatron.integrations.foreign.samples import read_item
 from tests import patience
-from tests.distributed.foreign import (
-    LAYOUTS,
-    LaneData,
-    groups_of,
-    lane_data,
-    make_wrapper,
-    piece_of,
-    run_foreign,
-)
+from tests.distributed.foreign import LAYOUTS, LaneData, groups_of, lane_data, make_wrapper, piece_of, run_foreign
 from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.parity import Layout, mixed_plan
 
@@ -105,23 +95,17 @@ def test_sum_of_checksums_of_4096_ranks_fits() -> None:
         ({"cu_seqlens": np.array([10])}, "cu_seqlens", "begin with 0"),
         ({"cu_seqlens": np.array([0.0, 10.0])}, "cu_seqlens", "dtype"),
         ({"cu_seqlens": np.array([0, 4, 9]), "cu_seqlens_padded": np.array([0, 10])}, "cu_seqlens_padded", "3 bound"),
-        (
-            {"cu_seqlens": np.array([0, 6, 9]), "cu_seqlens_padded": np.array([0, 4, 10])},
-            "cu_seqlens_padded",
-            "6 tokens, 'cu_seqlens_padded' gives it 4",
-        ),
+        ({"cu_seqlens": np.array([0, 6, 9]), "cu_seqlens_padded": np.array([0, 4, 10])}, "cu_seqlens_padded",
+         "6 tokens, 'cu_seqlens_padded' gives it 4"),
         ({"mask": 5}, "mask", "is a int, a text is needed for each sample"),
         ({"mask": "square"}, "mask", "mask 'square' is unknown: use causal, full"),
         ({"mask": ["full", None]}, "mask", "has 2 masks, the item 1 samples: give one each"),
         ({"mask": "ranges:" + "A" * 9}, "mask", "holds no key ranges"),
-        (
-            {"mask": "shared_question:3,4"},
-            "mask",
-            "prompt and answers have 7 tokens, the sample 10: both must be equal",
-        ),
+        ({"mask": "shared_question:3,4"}, "mask",
+         "prompt and answers have 7 tokens, the sample 10: both must be equal"),
         ({"mask": "shared_question:3,4,3", "labels": None}, "labels", "is missing, and in a shared_question"),
     ],
-)
+)  # fmt: skip
 def test_bad_item_is_refused_by_key(change: dict[str, Any], key: str, message: str) -> None:
     item = {"tokens": np.arange(10), "labels": np.arange(10), "loss_mask": np.ones(10)}
     assert len(read_item(item, ALL)) == 1
@@ -266,20 +250,9 @@ def test_bytes_sent_are_the_bytes_needed(name: str, flavour: int, columns_of_sta
 
 
 COUNTED = (
-    "all_to_all_single",
-    "broadcast",
-    "reduce_scatter_tensor",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_gather",
-    "all_to_all",
-    "all_gather_object",
-    "broadcast_object_list",
-    "send",
-    "isend",
-    "scatter",
-    "gather",
-)
+    "all_to_all_single", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_reduce", "all_gather",
+    "all_to_all", "all_gather_object", "broadcast_object_list", "send", "isend", "scatter", "gather",
+)  # fmt: skip
 
 
 def count_collectives(layout: Layout, data: list[LaneData]) -> list[tuple[str, int, int]]:
@@ -406,11 +379,7 @@ def plan_for_other_lengths(wrapper: ForeignIteratorWrapper, _: Any) -> None:
 
 
 class Fault(NamedTuple):
-    """What is planted on which layouts, and what all ranks must say of it.
-
-    Attributes:
-        rank: that speaks; step: in which it does. None: whichever.
-    """
+    """What is planted on which layouts, and what all ranks say of it; `rank` speaks in `step`, None: whichever."""
 
     layouts: tuple[str, ...]
     plant: Plant
@@ -452,10 +421,7 @@ FAULTS = {
     ),
     "no iterator": Fault(EVERY, on_rank(2, giving(None)), InvalidInputError, ("has no data iterator",), rank=2),
     "iterators of other chunks": Fault(
-        ("dp4",),
-        giving([iter([]), iter([])]),
-        InvalidInputError,
-        ("2 data iterators were given for 1 model chunks",),
+        ("dp4",), giving([iter([]), iter([])]), InvalidInputError, ("2 data iterators were given for 1 model chunks",)
     ),
     "samples for an iterator": Fault(
         ("dp4",),

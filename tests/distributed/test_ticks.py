@@ -1,7 +1,5 @@
 """Training by ticks, in which ranks of all stages compute attention, equals training in a single process."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -62,14 +60,7 @@ from tests.sent_bytes import pool_bytes
 
 
 class Ways(NamedTuple):
-    """How a layout is tried.
-
-    Attributes:
-        rows: micro-batches of the steps that are placed at random, on several lanes: with chunks too few for all
-            stages, or for the last group of them.
-        ping_pong: whether it is planned with ping-pong.
-        relays: servers to which what several use travels once, where none share a node.
-    """
+    """How a layout is tried. rows: micro-batches of steps placed at random; relays: what several use travels once."""
 
     rows: tuple[int, ...] = (4,)
     ping_pong: tuple[bool, ...] = (True,)
@@ -118,11 +109,7 @@ Ticks = Mapping[Tick, tuple[Placement, Sequence[Sample]]]
 
 
 class PoolCase(NamedTuple):
-    """A step by ticks.
-
-    Attributes:
-        ticks: None: those of the plan's pool, which then comes through the data path and runs as in training.
-    """
+    """A step by ticks; None: those of the plan's pool, which comes through the data path and runs as in training."""
 
     case: Case
     ticks: Ticks | None
@@ -187,10 +174,7 @@ def stages_of(placement: Placement, lanes: int) -> Any:
 
 
 def random_step(samples: tuple[Sample, ...], layout: Layout, num_rows: int) -> tuple[Plan, Ticks]:
-    """Return micro-batches placed at random, one of several of a single token, and tiles computed by whoever.
-
-    Homes are cut once more in each tick, and one member of the pool computes nothing in it.
-    """
+    """Return micro-batches placed at random, one of a single token, and tiles computed by whoever but one server."""
     random = np.random.default_rng(layout.lanes)
     shortest_first = sorted(samples, key=lambda sample: sample.seqlen)
     alone = shortest_first[: num_rows > 1]
@@ -250,16 +234,13 @@ def plan_of(micro_batches: Sequence[tuple[tuple[Sample, ...], Any]], layout: Lay
         MicroBatch(
             buckets=(
                 Bucket(
-                    first_lane=0,
-                    cp_size=layout.lanes,
-                    cp_comm_type="blocks",
-                    samples=samples,
+                    first_lane=0, cp_size=layout.lanes, cp_comm_type="blocks", samples=samples,
                     placement=with_tiles(homes, samples, lambda number: np.zeros(number)),
                 ),
             )
         )
         for samples, homes in micro_batches
-    ]
+    ]  # fmt: skip
     return Plan(topology=layout.topology, max_tokens_per_rank=1 << 20, micro_batches=tuple(rows), policy="test")
 
 

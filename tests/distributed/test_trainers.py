@@ -1,7 +1,5 @@
 """Released trainers with planned micro-batches: their loops call the planner, and train what they train without it."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from typing import Any

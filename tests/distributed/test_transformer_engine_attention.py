@@ -1,11 +1,5 @@
 """Attention over TransformerEngine's own Python of several versions: each exchange, mixed CP sizes, against float64.
-
-One module attends to micro-batches of changing groups and exchanges, then their backward passes run, last first, as in
-a pipeline. What a CPU does not show is counted: bytes that are sent, and where the host would wait for the device. At
-start-up attention is compared with plain products: what is wrong ends the run, on all ranks alike.
-"""
-
-from __future__ import annotations
+Bytes that are sent and waits of the host are counted. At start-up what is wrong ends the run, on all ranks alike."""
 
 import re
 from collections.abc import Iterator
@@ -100,15 +94,11 @@ class MicroBatch:
         starts = starts.repeat_interleave(torch.tensor([length // case.cp_size for length in case.padded]))
         self.rows = starts + torch.from_numpy(packed_shard_positions(case.padded, case.cp_size, groups.lane - first))
         self.params = DynamicPackedSeqParams.build(
-            case.padded,
-            torch.zeros(len(self.rows), dtype=torch.int64),
-            groups.group(first, case.cp_size),
+            case.padded, torch.zeros(len(self.rows), dtype=torch.int64), groups.group(first, case.cp_size),
             cp_comm_type=case.exchange,
             levels=groups.levels(first, case.cp_size, case.inner_cp_size if case.cp_size > 1 else 1),
-            label=f"{case.exchange} over {case.cp_size}",
-            seqlens=case.valid,
-            stats=ExchangeStats(),
-        )
+            label=f"{case.exchange} over {case.cp_size}", seqlens=case.valid, stats=ExchangeStats(),
+        )  # fmt: skip
 
     def forward(self, attention: torch.nn.Module) -> None:
         self.qkv = [x[self.rows].clone().requires_grad_() for x in self.whole[:3]]
@@ -301,13 +291,7 @@ CPU = torch.device("cpu")
 def check_on_this_rank(
     exchanges: tuple[CpCommType, ...], believed: str | None = None, scaled: int | None = None, unwritten: float = NAN
 ) -> str:
-    """Return what start-up logs, or its error.
-
-    Args:
-        believed: kernel that this project takes for the one that computes, if another one.
-        scaled: rank whose attention scales scores otherwise.
-        unwritten: what is in memory that flash-attn leaves as it was.
-    """
+    """Return what start-up logs, or its error; `scaled`: rank whose scores are scaled otherwise."""
     flash_attn.unwritten = unwritten
     initialize_model_parallel()
     from megatron.core.transformer.enums import AttnMaskType

@@ -1,7 +1,5 @@
 """What is decided and done about TransformerEngine before the first step."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -73,13 +71,9 @@ NO_GATHER = ("all_gather",)
     ],
 )
 def test_auto_leaves_out_what_a_version_lacks_or_its_kernel_computes_wrongly(
-    version: str,
-    capability: tuple[int, int],
-    flash_attn: int | None,
-    backend: str,
-    kernel: str,
+    version: str, capability: tuple[int, int], flash_attn: int | None, backend: str, kernel: str,
     lacking: tuple[str, ...],
-) -> None:
+) -> None:  # fmt: skip
     settings = {**GPU, "capability": capability, "flash_attn": flash_attn, "attention_backend": backend}
     choice = chosen_layers(None, "auto", version=version, **settings)
     assert (choice.impl, choice.kernel, choice.left_out) == ("transformer_engine", kernel, lacking)
@@ -146,12 +140,9 @@ def test_who_does_an_exchange() -> None:
     ],
 )
 def test_which_flash_attn_is_taken(
-    installed: tuple[int, ...],
-    capability: tuple[int, int],
-    release: tuple[int, int],
-    taken: int | None,
+    installed: tuple[int, ...], capability: tuple[int, int], release: tuple[int, int], taken: int | None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     flags = SimpleNamespace(is_installed=2 in installed, v3_is_installed=3 in installed, v4_is_installed=4 in installed)
     utils = SimpleNamespace(FlashAttentionUtils=flags)
     monkeypatch.setattr(te_kernels.importlib, "import_module", lambda name: utils)
@@ -186,20 +177,16 @@ def test_the_page_has_the_table_of_the_code() -> None:
     ("changed", "said"),
     [
         ({"exchange": "all_gather", "version": "2.11.0"}, ["all_gather", "2.18", "2.11.0 is installed", "p2p"]),
-        (
-            {"exchange": "all_gather", "version": "2.20.2", "capability": A100, "flash_attn": 2},
-            ["all_gather", "cuDNN or flash-attn 3", "flash-attn 2 would run here", "p2p or auto", "impl local"],
-        ),
+        ({"exchange": "all_gather", "version": "2.20.2", "capability": A100, "flash_attn": 2},
+         ["all_gather", "cuDNN or flash-attn 3", "flash-attn 2 would run here", "p2p or auto", "impl local"]),
         ({"version": "2.7.0"}, ["2.7.0 is installed", "2.9 is needed", "--transformer-impl local"]),
         ({"version": None, "why_missing": "No module named 'transformer_engine'"}, ["2.9", "No module", "local"]),
         ({"capability": None}, ["needs CUDA devices", "--transformer-impl local"]),
         ({"capability": A100}, ["sm80", "sm90", "flash-attn", "install", "--transformer-impl local"]),
         ({"capability": WORKSTATION}, ["sm120", "flash-attn"]),
         ({"capability": (7, 0), "flash_attn": 2}, ["sm70", "sm80"]),
-        (
-            {"capability": A100, "flash_attn": 2, "attention_backend": "fused"},
-            ["--attention-backend fused", "sm80", "auto"],
-        ),
+        ({"capability": A100, "flash_attn": 2, "attention_backend": "fused"},
+         ["--attention-backend fused", "sm80", "auto"]),
         ({"attention_backend": "flash"}, ["--attention-backend flash", "flash-attn", "auto"]),
         ({"attention_backend": "unfused", "flash_attn": 2}, ["--attention-backend unfused", "several lanes", "auto"]),
         ({"attention_backend": "local", "flash_attn": 2}, ["--attention-backend local", "auto"]),
@@ -207,7 +194,7 @@ def test_the_page_has_the_table_of_the_code() -> None:
         ({"kv_channels": 36}, ["--kv-channels", "multiple of 8", "36"]),
         ({"kv_channels": 264}, ["up to 256", "264"]),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_used_is_refused_if_it_was_asked_for(changed: dict, said: list[str]) -> None:
     settings = {"exchange": "p2p", "version": "2.11.0", **GPU, **changed}
     with pytest.raises(UnsupportedFeatureError) as error:
@@ -321,15 +308,10 @@ def warm_on_this_rank() -> tuple[int, int]:
         groups.groups, groups.outer_groups, exchanges, max_tokens_per_rank=16, query_heads=config.num_attention_heads
     )
     sent = warm_up_attention(
-        [TransformerEngineAttention(config, 1, AttnMaskType.causal, "self")],
-        packs,
-        groups,
-        query_heads=config.num_attention_heads,
-        kv_heads=config.num_query_groups,
-        head_dim=config.kv_channels,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+        [TransformerEngineAttention(config, 1, AttnMaskType.causal, "self")], packs, groups,
+        query_heads=config.num_attention_heads, kv_heads=config.num_query_groups, head_dim=config.kv_channels,
+        dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
     assert len(packs) == 5
     # A kernel runs once alone and in each share of heads, and in each step of a ring.
     steps = [pack.cp_size // pack.inner_cp_size if pack.cp_comm_type != "a2a" else 1 for pack in packs]

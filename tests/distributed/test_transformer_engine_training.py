@@ -1,7 +1,5 @@
 """The trainer with TransformerEngine's own layers: the losses of local ones, and their checkpoints."""
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Triton programs: run by Triton's interpreter where Triton is installed (triton_cases), and what needs none."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -23,11 +21,8 @@ pytestmark = pytest.mark.of_releases
 def test_programs_equal_a_dense_softmax_in_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout
     (passed,) = re.findall(r"^(\d+) passed", done.stdout, re.MULTILINE)
     assert int(passed) >= 10
@@ -59,14 +54,12 @@ def test_programs_compile_for_gpus_that_are_not_here(capability: int, head_dim: 
         }
         compiled = compile(
             ASTSource(
-                program,
-                types,
-                {(names.index(name),): value for name, value in constants.items() if name in names},
+                program, types, {(names.index(name),): value for name, value in constants.items() if name in names},
                 aligned,
             ),
             target=GPUTarget("cuda", capability, 32),
             options={name: constants[name] for name in ("num_warps", "num_stages")},
-        )
+        )  # fmt: skip
         assert compiled.asm["cubin"]
         assert 0 < compiled.metadata.shared <= SHARED_BYTES[capability]
         if capability in LOADERS and head_dim < 256:

@@ -6,8 +6,6 @@ right value; of norms, how many parameters they leave out. Then the same situati
 one process, or with plain arithmetic, in our training.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -141,16 +139,10 @@ def weights_of_later_tokens() -> float:
         states = torch.zeros(2 * 4, 1, 1, requires_grad=True)
         mask = (torch.arange(4) < num_tokens).float()[None]
         multi_token_prediction.process_mtp_loss(
-            hidden_states=states,
-            labels=torch.zeros(1, 4, dtype=torch.int64),
-            loss_mask=mask,
-            output_layer=lambda state, **_: (state, None),
-            output_weight=None,
-            runtime_gather_output=None,
-            is_training=False,
-            compute_language_model_loss=lambda _, logits: logits[..., 0].T,
-            config=config,
-        ).sum().backward()
+            hidden_states=states, labels=torch.zeros(1, 4, dtype=torch.int64), loss_mask=mask,
+            output_layer=lambda state, **_: (state, None), output_weight=None, runtime_gather_output=None,
+            is_training=False, compute_language_model_loss=lambda _, logits: logits[..., 0].T, config=config,
+        ).sum().backward()  # fmt: skip
         weights.append(states.grad[4])
     return relative_error(*weights)
 
@@ -442,8 +434,7 @@ def sizes(names: list[str]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "names",
-    [pytest.param(NORMS_BY_DAY, id="day"), pytest.param(NORMS_BY_NIGHT, id="night", marks=pytest.mark.nightly)],
+    "names", [pytest.param(NORMS_BY_DAY, id="day"), pytest.param(NORMS_BY_NIGHT, id="night", marks=pytest.mark.nightly)]
 )
 def test_every_parameter_counts_once_in_the_norm_that_gradients_are_clipped_by(names: list[str]) -> None:
     """On all ranks alike: by norms of their own they would train models that drift apart."""

@@ -1,7 +1,5 @@
 """DataIteratorWrapper: every token goes in and comes out once, each lane reads its own samples, ranks fail together."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter
@@ -51,12 +49,9 @@ class Wrapped:
 
 
 def wrap(
-    topology: Topology,
-    samples: tuple[Sample, ...],
-    plans: Sequence[Plan],
-    chunks: Sequence[ChunkNeeds] = BOTH,
+    topology: Topology, samples: tuple[Sample, ...], plans: Sequence[Plan], chunks: Sequence[ChunkNeeds] = BOTH,
     read: Callable[[Sample], SampleTokens] = read_telling_tokens,
-) -> list[Wrapped]:
+) -> list[Wrapped]:  # fmt: skip
     initialize_model_parallel(topology.tp_size, topology.pp_size)
     groups = DynamicCPGroups.build(topology, timeout_s=30, exchanges=("p2p",))
     by_id = {sample.sample_id: sample for sample in samples}

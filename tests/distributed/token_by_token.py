@@ -1,10 +1,5 @@
 """Layers of linear attention by their definition, for the judge: a whole sample, a token after the other, in float64.
-
-Parameters have the names and shapes of megatron-core's modules, whose rows are in the order q k v z beta alpha and
-z x B C dt.
-"""
-
-from __future__ import annotations
+Rows of megatron-core's parameters are in the order q k v z beta alpha and z x B C dt."""
 
 from typing import Any
 
@@ -121,11 +116,7 @@ class TokenByTokenMamba(_Layer):
 
 
 def with_linear_layers(layers: list[ModuleSpec], config: TransformerConfig) -> list[ModuleSpec]:
-    """Return megatron-core's layers, some with linear attention instead, or halves of them, as a pattern says.
-
-    Args:
-        layers: those of the whole model, or of a pattern one with an MLP and one with experts.
-    """
+    """Return megatron-core's layers, some with linear attention instead, or halves of them, as a pattern says."""
     pattern = getattr(config, "hybrid_override_pattern", None)
     if pattern:
         return [_half(layers, symbol) for symbol in pattern]

@@ -1,7 +1,5 @@
 """A model on this rank that runs passes of given plans, through the trainer's own schedule call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@
 own, because Triton asks for the interpreter when it is imported.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A planner that fails at chosen global batches. The planner's process imports this: no torch here."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -19,15 +17,8 @@ BATCH = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultyProblem(Problem):
-    """A Problem that goes wrong while it is planned for.
-
-    Attributes:
-        fault: "raise", "die" (SIGKILL), "hang" (for an hour) or "slow" (a plan after `slow_s`).
-        iterations: at which; 0 is the warm-up.
-        times: how often at each of them.
-        folder: in which processes count together.
-        also_static: whether the static plan fails, too.
-    """
+    """A Problem with a `fault` (raise, die, hang, slow) `times` at each of `iterations`, 0 being the warm-up; processes
+    count together in `folder`. `also_static`: the static plan fails, too."""
 
     fault: str
     iterations: tuple[int, ...]

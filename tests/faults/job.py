@@ -50,28 +50,13 @@ class RankEnd(NamedTuple):
 
 
 class Job:
-    """A training job on forked ranks.
-
-    Args:
-        folder: for the ranks' output.
-        words: command line of `pretrain_gpt.py`.
-        sabotage: called on each rank with its number before the command runs; may patch anything, the rank is forked.
-        own_store: the store lives in a process of its own, as torchrun's does; otherwise on rank 0.
-        launched: a launcher looks on: when one rank ends badly, the others get SIGTERM.
-        environment: more environment variables of the ranks.
-    """
+    """A job of `pretrain_gpt.py` on forked ranks. sabotage: called on each before the command; own_store: the store has
+    a process, as with torchrun; launched: when one rank ends badly, the others get SIGTERM."""
 
     def __init__(
-        self,
-        folder: Path,
-        words: Sequence[str],
-        *,
-        ranks: int = 2,
-        sabotage: Callable[[int], None] | None = None,
-        own_store: bool = False,
-        launched: bool = False,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+        self, folder: Path, words: Sequence[str], *, ranks: int = 2, sabotage: Callable[[int], None] | None = None,
+        own_store: bool = False, launched: bool = False, environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
@@ -122,11 +107,7 @@ class Job:
         return self._logs[rank].read_text() if self._logs[rank].exists() else ""
 
     def wait_for(self, rank: int, pattern: str, limit_s: float = 60.0) -> None:
-        """Return when the output of `rank` matches.
-
-        Raises:
-            JobError: it does not within `limit_s`, or the rank ended before.
-        """
+        """Return when the output of `rank` matches; JobError: not within `limit_s`, or the rank ended before."""
         deadline_s = patience.now_s() + limit_s
         while not re.search(pattern, self.output(rank)):
             is_alive = self.processes[rank].is_alive()
@@ -159,11 +140,8 @@ class Job:
         return living_in_sessions({process.pid for process in self.processes})
 
     def wait(self, limit_s: float, *, survivors_limit_s: float = SURVIVORS_LIMIT_S) -> list[RankEnd]:
-        """Return how the ranks ended.
-
-        Raises:
-            JobError: a rank still runs after `limit_s`, or a process it started `survivors_limit_s` later.
-        """
+        """Return how the ranks ended; JobError: one runs after `limit_s`, or what it started `survivors_limit_s`
+        later."""
         deadline_s = patience.now_s() + limit_s
         told = False
         while len(self._ended) < len(self.processes):

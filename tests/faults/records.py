@@ -1,7 +1,5 @@
 """What a rank computed and holds after each step, written down as it goes, so that a kill loses nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path
@@ -16,11 +14,8 @@ from tests.faults.job import planner_of
 
 
 def record_steps(folder: Path, rank: int) -> None:
-    """Have this rank append a line to `folder`/rank_N.jsonl after each step; to be called before it trains.
-
-    A line holds iteration, loss and gradient norm (hex), the sample ids of this lane in order, and of the process:
-    rss_mb, fds, threads, children, planner_rss_mb (None on ranks without a planner).
-    """
+    """Have this rank append a line of each step to `folder`/rank_N.jsonl: loss, norm, samples, what its process
+    holds."""
     pretrain, wrap = training.pretrain, DataIteratorWrapper.wrap
     ids: list[int] = []
     file = open(folder / f"rank_{rank}.jsonl", "w", buffering=1)  # noqa: SIM115 (until the process ends)
@@ -41,16 +36,10 @@ def record_steps(folder: Path, rank: int) -> None:
 
     def on_step(iteration: int, record: StepRecord) -> None:
         line = {
-            "iteration": iteration,
-            "loss": record.loss.hex(),
-            "grad_norm": record.grad_norm.hex(),
-            "samples": list(ids),
-            "rss_mb": me.memory_info().rss / 1e6,
-            "planner_rss_mb": planner_rss_mb(),
-            "fds": me.num_fds(),
-            "threads": me.num_threads(),
-            "children": len(me.children()),
-        }
+            "iteration": iteration, "loss": record.loss.hex(), "grad_norm": record.grad_norm.hex(),
+            "samples": list(ids), "rss_mb": me.memory_info().rss / 1e6, "planner_rss_mb": planner_rss_mb(),
+            "fds": me.num_fds(), "threads": me.num_threads(), "children": len(me.children()),
+        }  # fmt: skip
         file.write(json.dumps(line) + "\n")
 
     DataIteratorWrapper.wrap = wrap_and_remember

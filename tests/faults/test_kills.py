@@ -1,7 +1,5 @@
 """What the tools do that kill real jobs: a few kills at night; the commands try many more, at random."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

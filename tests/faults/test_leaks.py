@@ -1,7 +1,5 @@
 """Nothing grows and nothing is left: memory over many planned and packed steps, what a run leaves in its process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -80,12 +78,9 @@ def plan_and_pack(num_steps: int, num_workers: int) -> dict[str, Any]:
         with contextlib.closing(Planner(PROBLEM, max_seqlen=1000, ahead=True)) as planner:
             source = PlanSource(planner, topology=PROBLEM.topology, lane=0, name=f"series {len(counts)}", lookahead=2)
             wrapper = DataIteratorWrapper(
-                plan_source=source,
-                read_sample=read,
-                groups=groups,
-                chunks=(ChunkNeeds(tokens=True, labels=True),),
+                plan_source=source, read_sample=read, groups=groups, chunks=(ChunkNeeds(tokens=True, labels=True),),
                 num_workers=num_workers,
-            )
+            )  # fmt: skip
             children = psutil.Process().children()
             named = {"rank": psutil.Process(), "planner": children[0]} | dict.fromkeys(["worker"], children[-1])
             with contextlib.closing(wrapper):

@@ -1,7 +1,5 @@
 """The planner raises, hangs or dies: the stated fallback or one error everywhere, soon, and nobody is left behind."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

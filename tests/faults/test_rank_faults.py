@@ -1,7 +1,5 @@
 """A rank, its data, its disk or the store fails: all ranks end soon, say in which phase, and leave nobody behind."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -472,11 +470,7 @@ def _saving_of_common() -> tuple[Any, str]:
 
 
 def fill_disk(phase: str, saved: Path | None, rank: int) -> None:
-    """Let no file grow beyond a few bytes, in one phase of one rank: the error is another one, the path the same.
-
-    Args:
-        saved: folder whose first checkpoint is written as ever.
-    """
+    """Let no file grow beyond a few bytes in one phase of one rank; the first checkpoint of `saved` is written."""
     owner, name, victim = {
         "index": (index_once, "index_entries", 0),
         "checkpoint": (FileSystemWriterAsync, "write_preloaded_data", 1),

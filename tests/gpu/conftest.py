@@ -1,7 +1,5 @@
 """Tests that need a CUDA device: skipped elsewhere, with the reason. docs/GPU.md lists them with their commands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

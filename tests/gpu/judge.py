@@ -1,7 +1,5 @@
 """The judge of the attention tests on a GPU: softmax over the whole matrix of scores, in float64, on the device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -50,11 +48,7 @@ def exact(
 
 
 def error_in_norm(actual: Tensor, expected: Tensor, at_least: float = 0.0) -> float:
-    """Return |actual - expected| / |expected|; not a number where something is.
-
-    Args:
-        at_least: root mean square that `expected` is taken to have; needed where it is exactly 0.
-    """
+    """Return |actual - expected| / |expected|, which is taken as `at_least` in root mean square; NaN where one is."""
     assert actual.shape == expected.shape
     norm = max(float(expected.norm()), at_least * expected.numel() ** 0.5)
     assert norm > 0, "nothing to compare with: give at_least"
@@ -62,12 +56,8 @@ def error_in_norm(actual: Tensor, expected: Tensor, at_least: float = 0.0) -> fl
 
 
 def assert_close(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype, at_least: float = 0.0) -> None:
-    """Check out and the gradients of q, k and v by the tolerances of `dtype`.
-
-    Args:
-        at_least: see `error_in_norm`, of the gradients of q and k. With few keys they are differences of large numbers,
-            with one key rounding errors alone; the gradient of the output has 1.
-    """
+    """Check out and the gradients of q, k and v by the tolerances of `dtype`; with few keys gradients of q and k are
+    differences of large numbers: `at_least`."""
     out, grad = (OUT_TOLERANCE, GRAD_TOLERANCE) if dtype == torch.bfloat16 else 2 * (FLOAT32_TOLERANCE,)
     errors = [
         error_in_norm(x, y, least) for x, y, least in zip(actual, expected, (0, at_least, at_least, 0), strict=True)

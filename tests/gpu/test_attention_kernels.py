@@ -1,7 +1,5 @@
 """Each kernel on the device against float64, and what a run asks of it: no waiting, memory linear in tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """`dynamic-cp profile` on one GPU: below five minutes, and random packs within 5 % at the median."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every exchange with all lanes of a group on one device: zigzag, masks, merge and gradients with the real kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,9 +1,4 @@
-"""pretrain_gpt.py on one GPU with each fusion and without any: the same losses, and nothing compiled during training.
-
-docs/GPU.md says what has run.
-"""
-
-from __future__ import annotations
+"""pretrain_gpt.py on one GPU with each fusion and without any: the same losses, and nothing compiled in training."""
 
 from pathlib import Path
 

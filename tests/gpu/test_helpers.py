@@ -1,7 +1,5 @@
 """What the tests of a GPU rest on: their judge and how they end what they start. These run anywhere."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Linear attention on one GPU by flash-linear-attention: its kernels, and hybrids on one rank and on several."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

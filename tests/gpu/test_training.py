@@ -1,7 +1,5 @@
 """Short runs of the trainer on one GPU, as a user starts them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -34,14 +32,9 @@ def losses(output: str) -> list[float]:
 def trains(words: list[str], environment: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Run pretrain_gpt.py; its output is in the error of a test that fails. None of its processes outlives the call."""
     job = subprocess.Popen(
-        words,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "4", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "4", **environment}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
     try:
         output, _ = job.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -92,11 +85,7 @@ def losses_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def losses_on_ranks(num_ranks: int, flags: str, tmp_path: Path) -> list[float]:
-    """Return the losses of a run on ranks that share one GPU, and split a sample.
-
-    NCCL refuses ranks that share a device of one host, so each says that it is on another host: real rings and
-    reductions over the loopback socket.
-    """
+    """Return the losses of ranks that share one GPU; NCCL refuses that on one host: each says that it is on another."""
     script = tmp_path / "rank.sh"
     script.write_text(
         f'export NCCL_HOSTID="host$LOCAL_RANK" LOCAL_RANK=0\nexec {sys.executable} pretrain_gpt.py "$@"\n',

@@ -1,9 +1,4 @@
-"""TransformerEngine's attention and layers on one GPU against float64, and lanes of a ring one after the other.
-
-Written against TransformerEngine 2.11. docs/GPU.md says what has run.
-"""
-
-from __future__ import annotations
+"""TransformerEngine's attention and layers on one GPU against float64, and lanes of a ring one after the other."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,13 +67,9 @@ def core_attention(**changed: int):
 
 def packed(seqlens: tuple[int, ...], groups: DynamicCPGroups) -> DynamicPackedSeqParams:
     return DynamicPackedSeqParams.build(
-        seqlens,
-        torch.zeros(sum(seqlens), dtype=torch.int64, device=DEVICE),
-        groups.group(0, 1),
-        cp_comm_type="p2p",
-        label="test",
-        stats=ExchangeStats(),
-    )
+        seqlens, torch.zeros(sum(seqlens), dtype=torch.int64, device=DEVICE), groups.group(0, 1), cp_comm_type="p2p",
+        label="test", stats=ExchangeStats(),
+    )  # fmt: skip
 
 
 def attend(attention: torch.nn.Module, inputs: list[Tensor], params: DynamicPackedSeqParams) -> list[Tensor]:
@@ -130,11 +121,8 @@ class Copied:
 
 
 class EmulatedRing:
-    """Gives one lane of a ring the keys and values that its neighbours would send; gradients of them are not sent.
-
-    Forward, step i brings the shard of lane rank - i - 1; backward the lane begins with that of rank + 1, and step i
-    brings that of rank + i + 2, beside gradients or alone.
-    """
+    """Gives one lane of a ring what its neighbours would send: forward the shard of rank - i - 1 in step i, backward
+    that of rank + 1 first, then of rank + i + 2, beside gradients or alone."""
 
     def __init__(self, rank: int, shards: list[Tensor]) -> None:
         self._rank, self._shards, self.calls = rank, shards, 0
@@ -156,11 +144,7 @@ class EmulatedRing:
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
 def test_each_lane_of_a_ring_equals_the_whole_sequence(cp_size: int, groups: DynamicCPGroups) -> None:
-    """TransformerEngine's own ring for each (size, rank): output and gradient of the queries.
-
-    Gradients of keys and values are sums over lanes, which take part one at a time here. The ring merges its steps in
-    the dtype of the queries (thd_out_correction), hence the wider bound of the output.
-    """
+    """Output and gradient of the queries; the ring merges its steps in the queries' dtype, hence the wider bound."""
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel, dot_product_attention
 
     inputs = random_inputs(sum(SEQLENS), sum(SEQLENS), HEADS, KV_HEADS, HEAD_DIM)

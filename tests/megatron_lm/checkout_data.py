@@ -6,8 +6,6 @@ CASES: JSON, name -> command line of pretrain_gpt.py. megatron.core must come fr
 imported before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

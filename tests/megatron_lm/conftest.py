@@ -1,7 +1,5 @@
 """What tests of a real checkout share."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small corpora and tokenizers, as users of Megatron-LM have them: preprocessed documents, and chats."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -76,10 +74,7 @@ def chat_tokenizer(version: str, folder: Path) -> str:
 def chat_tokens(
     folder: Path, messages: list[dict[str, str]], *, ends_in_eod: bool
 ) -> list[tuple[list[int], list[bool]]]:
-    """Return the tokens of each conversation in Megatron-LM's nemotron-nano-v2 format, and which are learned.
-
-    Without transformers. The end of document, if there is one, is learned, too: it follows the assistant's last turn.
-    """
+    """Return the tokens of each chat in Megatron-LM's nemotron-nano-v2 format, and which are learned, EOD included."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     before = {"system": "<SPECIAL_10>System\n", "user": "<SPECIAL_11>User\n", "assistant": "<SPECIAL_11>Assistant\n"}
     conversations: list[tuple[list[int], list[bool]]] = []

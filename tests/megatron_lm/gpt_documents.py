@@ -1,7 +1,5 @@
 """What Megatron-LM's own GPTDataset makes of each document, and what --use-varlen-dataset does."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,10 +13,7 @@ Document = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 
 
 def gpt_documents(prefix: str, indices: Sequence[int], config: GPTDatasetConfig) -> list[Document]:
-    """Return what a GPTDataset makes of the documents `indices` of a prefix, sorted.
-
-    One sample of it holds all of them. The last token of a document is left out: there it predicts another document.
-    """
+    """Return what a GPTDataset makes of the documents `indices`, sorted, each without its last token."""
     low_level = GPTDataset.build_low_level_dataset(prefix, config)
     config = copy.copy(config)
     config.sequence_length = int(low_level.sequence_lengths[np.asarray(indices)].sum()) - 1

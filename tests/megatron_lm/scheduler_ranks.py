@@ -5,8 +5,6 @@
 megatron.core must come from the checkout, so nothing of it may be imported before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -33,38 +31,22 @@ def items(lane: int) -> Any:
     for number, (real, padded) in enumerate(seqlens()[lane]):
         tokens = torch.arange(padded) + 1000 * (lane * SAMPLES_PER_LANE + number)
         yield {
-            "tokens": tokens,
-            "labels": tokens + 1,
-            "loss_mask": (torch.arange(padded) < real).float(),
-            "position_ids": torch.arange(padded),
-            "original_seq_len": torch.tensor([real], dtype=torch.int32),
+            "tokens": tokens, "labels": tokens + 1, "loss_mask": (torch.arange(padded) < real).float(),
+            "position_ids": torch.arange(padded), "original_seq_len": torch.tensor([real], dtype=torch.int32),
             "padded_seq_len": torch.tensor([padded], dtype=torch.int32),
-        }
+        }  # fmt: skip
 
 
 def config(vp_group: int | None, max_sequences: int | None) -> SimpleNamespace:
     """Return what the data path reads of TransformerConfig; the real one asks for TransformerEngine."""
     return SimpleNamespace(
-        sequence_packing_scheduler="dynamic_cp_planner",
-        max_seqlen_per_dp_cp_rank=LIMIT,
-        min_dynamic_context_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None if vp_group is None else 2,
-        microbatch_group_size_per_vp_stage=vp_group,
-        thd_max_packed_sequences=max_sequences,
-        mtp_num_layers=None,
-        pipeline_model_parallel_layout=None,
-        sequence_parallel=False,
-        num_moe_experts=None,
-        bf16=True,
-        fp16=False,
-        num_layers=4,
-        hidden_size=64,
-        ffn_hidden_size=256,
-        num_attention_heads=4,
-        num_query_groups=4,
-        kv_channels=16,
+        sequence_packing_scheduler="dynamic_cp_planner", max_seqlen_per_dp_cp_rank=LIMIT,
+        min_dynamic_context_parallel_size=1, virtual_pipeline_model_parallel_size=None if vp_group is None else 2,
+        microbatch_group_size_per_vp_stage=vp_group, thd_max_packed_sequences=max_sequences, mtp_num_layers=None,
+        pipeline_model_parallel_layout=None, sequence_parallel=False, num_moe_experts=None, bf16=True, fp16=False,
+        num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=4, kv_channels=16,
         gated_linear_unit=False,
-    )
+    )  # fmt: skip
 
 
 def run_rank(vp_group: int | None, max_sequences: int | None) -> dict[str, Any]:
@@ -102,11 +84,8 @@ def run_rank(vp_group: int | None, max_sequences: int | None) -> dict[str, Any]:
             }
         )
     return {
-        "packs": packs,
-        "counts": [float(c) for c in counts],
-        "core": data_schedule.__file__,
-        "name": chosen.__name__,
-    }
+        "packs": packs, "counts": [float(c) for c in counts], "core": data_schedule.__file__, "name": chosen.__name__,
+    }  # fmt: skip
 
 
 def main() -> None:

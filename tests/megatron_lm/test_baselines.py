@@ -1,11 +1,4 @@
-"""A real checkout on CPU ranks without --dynamic-cp: what every comparison is made with must be right.
-
-MEGATRON_LM=/path/to/Megatron-LM python -m pytest tests/megatron_lm/test_baselines.py
-
-All layouts go on from the weights of one checkpoint, so that they must give the same losses.
-"""
-
-from __future__ import annotations
+"""A real checkout on CPU ranks without --dynamic-cp, all layouts from one checkpoint: what others compare with."""
 
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Which checkout a script belongs to, and the table of what is replaced there: complete, and true of a real one."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import subprocess
@@ -70,14 +68,9 @@ def test_newer_checkout_with_a_table_of_schedulers(
     ],
 )
 def test_other_versions_are_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    minor: int,
-    patch: int,
-    pre: str,
-    schedules: str | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minor: int, patch: int, pre: str, schedules: str | None,
     nearest: str,
-) -> None:
+) -> None:  # fmt: skip
     script = make_tree(tmp_path, minor, patch, pre, schedules)
     with pytest.raises(
         UnsupportedFeatureError, match=f"is version 0.{minor}.{patch}{pre}; supported are 0.16.1"

@@ -1,11 +1,4 @@
-"""A real checkout's own flags, tokenizer and data sets: --use-varlen-dataset and --sft train what they have.
-
-MEGATRON_LM=/path/to/Megatron-LM python -m pytest tests/megatron_lm/test_checkout_data.py
-
-Chats need datasets and transformers, 4 or 5.
-"""
-
-from __future__ import annotations
+"""A real checkout's own flags, tokenizer and data sets: --use-varlen-dataset and --sft train what they have."""
 
 import json
 import os

@@ -1,7 +1,5 @@
 """Global batches of any size, drawn by lanes; samples without their trailing padding."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 from functools import partial
@@ -28,15 +26,12 @@ def drawn(num_lanes: int, global_batch_size: int, num_samples: int, consumed: in
         [
             index
             for (index,) in LaneSampler(
-                num_samples=num_samples,
-                consumed_samples=consumed,
-                global_batch_size=global_batch_size,
-                lane=lane,
+                num_samples=num_samples, consumed_samples=consumed, global_batch_size=global_batch_size, lane=lane,
                 num_lanes=num_lanes,
             )
         ]
         for lane in range(num_lanes)
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("num_lanes", "global_batch_size"), [(4, 12), (4, 7), (3, 2), (1, 5)])

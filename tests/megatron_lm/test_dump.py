@@ -1,9 +1,4 @@
-"""A real checkout: what it dumps, its replay, and a resumed run, all bit for bit.
-
-MEGATRON_LM=/path/to/Megatron-LM python -m pytest tests/megatron_lm/test_dump.py
-"""
-
-from __future__ import annotations
+"""A real checkout: what it dumps, its replay, and a resumed run, all bit for bit."""
 
 import json
 import re

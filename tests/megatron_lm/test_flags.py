@@ -1,7 +1,5 @@
 """Megatron-LM's command line with our flags: added, refused, translated, and validated with the checkout's own."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 from argparse import Namespace
@@ -69,13 +67,9 @@ def test_translation_says_one_to_megatron_lm_and_remembers_the_rest() -> None:
     asked = flags.translate(args)
     assert (asked.context_parallel_size, asked.max_seqlen_per_dp_cp_rank) == (4, 64)
     assert {s.name: getattr(args, s.name) for s in flags.FORCED if hasattr(args, s.name)} == {
-        "context_parallel_size": 1,
-        "cp_comm_type": ["p2p"],
-        "max_seqlen_per_dp_cp_rank": None,
-        "calculate_per_token_loss": True,
-        "moe_token_dispatcher_type": "alltoall",
-        "rerun_mode": "disabled",
-    }
+        "context_parallel_size": 1, "cp_comm_type": ["p2p"], "max_seqlen_per_dp_cp_rank": None,
+        "calculate_per_token_loss": True, "moe_token_dispatcher_type": "alltoall", "rerun_mode": "disabled",
+    }  # fmt: skip
     assert args.micro_batch_size == 1
 
 
@@ -125,26 +119,13 @@ def test_the_token_limit_is_a_number_or_auto() -> None:
 def planned(*argv: str, **validated: Any) -> flags.Planned:
     asked = flags.translate(args := parse("--dynamic-cp", "--max-seqlen-per-dp-cp-rank", "auto", *argv))
     values = {
-        "world_size": 2,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "sequence_parallel": False,
-        "num_attention_heads": 4,
-        "group_query_attention": False,
-        "seq_length": 64,
-        "global_batch_size": 4,
-        "num_layers": 4,
-        "recompute_granularity": None,
-        "recompute_method": None,
-        "recompute_num_layers": None,
-        "bf16": True,
-        "fp32_residual_connection": False,
-        "use_distributed_optimizer": False,
-        "overlap_grad_reduce": False,
-        "overlap_param_gather": False,
-        "distributed_timeout_minutes": 10,
-    }
+        "world_size": 2, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False, "num_attention_heads": 4,
+        "group_query_attention": False, "seq_length": 64, "global_batch_size": 4, "num_layers": 4,
+        "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None, "bf16": True,
+        "fp32_residual_connection": False, "use_distributed_optimizer": False, "overlap_grad_reduce": False,
+        "overlap_param_gather": False, "distributed_timeout_minutes": 10,
+    }  # fmt: skip
     return flags.planned(asked, argparse.Namespace(**{**vars(args), **values, **validated}))
 
 
@@ -163,17 +144,10 @@ def test_auto_is_found_once_the_memory_is_known() -> None:
 def test_without_grouped_queries_every_head_has_its_own_keys() -> None:
     """Megatron-LM leaves --num-query-groups as it was given, or at 1."""
     args = argparse.Namespace(
-        num_layers=2,
-        hidden_size=64,
-        ffn_hidden_size=96,
-        num_attention_heads=4,
-        num_query_groups=3,
-        group_query_attention=False,
-        kv_channels=16,
-        padded_vocab_size=128,
-        swiglu=False,
+        num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=3,
+        group_query_attention=False, kv_channels=16, padded_vocab_size=128, swiglu=False,
         untie_embeddings_and_output_weights=False,
-    )
+    )  # fmt: skip
     assert flags.model_shape(args).num_query_groups == 4
     args.group_query_attention, args.num_query_groups = True, 2
     assert flags.model_shape(args).num_query_groups == 2
@@ -298,43 +272,25 @@ def test_evaluation_has_the_global_batch_of_training_which_lanes_need_not_divide
 
 
 SIZES = {
-    "hidden_size": 64,
-    "ffn_hidden_size": 96,
-    "num_attention_heads": 4,
-    "group_query_attention": False,
-    "num_query_groups": 1,
-    "kv_channels": 16,
-    "padded_vocab_size": 128,
-    "swiglu": True,
+    "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "group_query_attention": False,
+    "num_query_groups": 1, "kv_channels": 16, "padded_vocab_size": 128, "swiglu": True,
     "untie_embeddings_and_output_weights": False,
-}
+}  # fmt: skip
 """Of a small dense model, as a checkout has validated them."""
 
 
 LATENT = {
-    **SIZES,
-    "multi_latent_attention": True,
-    "num_layers": 2,
-    "q_lora_rank": None,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 24,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 16,
-}
+    **SIZES, "multi_latent_attention": True, "num_layers": 2, "q_lora_rank": None, "kv_lora_rank": 32,
+    "qk_head_dim": 24, "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
 """As Megatron-LM validates them: it does not say KV heads, and another width of a head."""
 
 
 GATED_DELTA = {
-    **SIZES,
-    "experimental_attention_variant": "gated_delta_net",
-    "linear_attention_freq": 2,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "num_layers": 4,
-}
+    **SIZES, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "num_layers": 4,
+}  # fmt: skip
 
 
 def validated(**values: Any) -> Namespace:
@@ -358,54 +314,30 @@ EXPERTS = {"num_experts": 4}
 @pytest.mark.parametrize(
     ("model", "values", "says"),
     [
-        (
-            EXPERTS,
-            {"num_experts": 6, "expert_model_parallel_size": 4},
-            "--num-experts 6 is not a multiple of --expert-model-pa",
-        ),
-        (
-            EXPERTS,
-            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
-            "--expert-tensor-parallel-size 2 is not supported: experts are shared out whole; give 1",
-        ),
+        (EXPERTS, {"num_experts": 6, "expert_model_parallel_size": 4},
+         "--num-experts 6 is not a multiple of --expert-model-pa"),
+        (EXPERTS, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+         "--expert-tensor-parallel-size 2 is not supported: experts are shared out whole; give 1"),
         (EXPERTS, {"moe_router_load_balancing_type": "sinkhorn"}, "it would depend on what is packed together"),
-        (
-            EXPERTS,
-            {"add_bias_linear": True, "swiglu": True, "bias_swiglu_fusion": True},
-            "--num-experts with biases and --bias-swiglu-fusion is not supported",
-        ),
+        (EXPERTS, {"add_bias_linear": True, "swiglu": True, "bias_swiglu_fusion": True},
+         "--num-experts with biases and --bias-swiglu-fusion is not supported"),
         (EXPERTS, {"moe_permute_fusion": True}, "--moe-permute-fusion .* padding is never sent to experts"),
         (LATENT, {"qk_pos_emb_head_dim": 7}, "--qk-pos-emb-head-dim is 7, RoPE rotates pairs"),
         (LATENT, {"v_head_dim": 40}, "--v-head-dim is 40 and --kv-channels 32, queries and keys have 32 channels"),
-        (
-            LATENT,
-            {"attention_output_gate": True},
-            "--multi-latent-attention with --attention-output-gate is not supported",
-        ),
-        (
-            LATENT,
-            {"add_bias_linear": False, "add_qkv_bias": True},
-            "--multi-latent-attention with --add-qkv-bias is not supported",
-        ),
-        (
-            GATED_DELTA,
-            {"experimental_attention_variant": "dsa"},
-            "--experimental-attention-variant 'dsa' is not supported",
-        ),
+        (LATENT, {"attention_output_gate": True},
+         "--multi-latent-attention with --attention-output-gate is not supported"),
+        (LATENT, {"add_bias_linear": False, "add_qkv_bias": True},
+         "--multi-latent-attention with --add-qkv-bias is not supported"),
+        (GATED_DELTA, {"experimental_attention_variant": "dsa"},
+         "--experimental-attention-variant 'dsa' is not supported"),
         (GATED_DELTA, {"linear_attention_freq": [1, 0]}, "linear-attention-freq. .* is of 2 layers, the model has 4"),
         (GATED_DELTA, {"swiglu": False}, "another activation than that of --swiglu"),
-        (
-            GATED_DELTA,
-            {"recompute_modules": ["core_attn", "gdn_norm_out"]},
-            "--recompute-modules gdn_norm_out is not supported: the TransformerConfig of checkouts knows it from 0.19",
-        ),
-        (
-            GATED_DELTA,
-            {"hybrid_override_pattern": "G*G-"},
-            "--hybrid-override-pattern is not supported: checkouts train layers of a pattern from 0.18 on",
-        ),
+        (GATED_DELTA, {"recompute_modules": ["core_attn", "gdn_norm_out"]},
+         "--recompute-modules gdn_norm_out is not supported: the TransformerConfig of checkouts knows it from 0.19"),
+        (GATED_DELTA, {"hybrid_override_pattern": "G*G-"},
+         "--hybrid-override-pattern is not supported: checkouts train layers of a pattern from 0.18 on"),
     ],
-)
+)  # fmt: skip
 def test_validated_flags_are_checked(
     model: dict[str, Any], values: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -538,14 +470,9 @@ def logged_losses(num_micro_batches: int) -> dict[str, float]:
     else:
         report = moe_utils.track_moe_metrics
     report(
-        loss_scale=1 / num_micro_batches,
-        iteration=1,
-        total_loss_dict=totals,
-        force_initialize=True,
-        track_names=names,
-        num_layers=3,
-        moe_layer_freq=[0, 1, 0],
-    )
+        loss_scale=1 / num_micro_batches, iteration=1, total_loss_dict=totals, force_initialize=True,
+        track_names=names, num_layers=3, moe_layer_freq=[0, 1, 0],
+    )  # fmt: skip
     return {name: float(value) for name, value in totals.items()}
 
 

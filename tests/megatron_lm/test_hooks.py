@@ -1,7 +1,5 @@
 """What the replaced functions do, on stand-ins for Megatron-LM's, and what its log and its script are given."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import logging
@@ -36,12 +34,9 @@ def adaptor(**values: Any) -> hooks.Adaptor:
 
 def loader_args(**changes: Any) -> argparse.Namespace:
     values = {
-        "dataloader_type": "single",
-        "global_batch_size": 2,
-        "num_workers": 1,
-        "exit_signal_handler": True,
+        "dataloader_type": "single", "global_batch_size": 2, "num_workers": 1, "exit_signal_handler": True,
         "exit_signal": signal.SIGTERM,
-    }
+    }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
 
@@ -292,13 +287,9 @@ def test_errors_say_where_a_run_was() -> None:
     hooks.maybe_finalize_async_save(made, note, blocking=True, terminate=True)
     hooks.evaluate_and_print_results(made, evaluate, "iteration 5", "step", "data", "model", 5, None, "config")
     assert seen == [
-        "loading the checkpoint",
-        "iteration 5",
-        "iteration 5, saving",
-        "naming the previous checkpoint",
-        "waiting for the files of the last checkpoint",
-        "evaluation after iteration 5",
-    ]
+        "loading the checkpoint", "iteration 5", "iteration 5, saving", "naming the previous checkpoint",
+        "waiting for the files of the last checkpoint", "evaluation after iteration 5",
+    ]  # fmt: skip
     assert phase.current() == "iteration 5"
     with pytest.raises(OSError, match="no space left"):
         hooks.save_checkpoint(made, fail, 6, "model")

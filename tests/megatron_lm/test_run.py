@@ -1,11 +1,4 @@
-"""A real checkout trains on CPU ranks, and its losses are those of what it must be equal to.
-
-MEGATRON_LM=/path/to/Megatron-LM python -m pytest tests/megatron_lm/test_run.py
-
-Each run imports Megatron-LM on 4 ranks: minutes on 2 cores.
-"""
-
-from __future__ import annotations
+"""A real checkout trains on CPU ranks, and its losses are those of what it must be equal to: minutes on 2 cores."""
 
 import json
 import os
@@ -60,8 +53,7 @@ PATTERN = (
     "--disable-bias-linear"
 )
 needs_hybrids = pytest.mark.skipif(
-    not BATCH_OF_FIELDS.is_in(VERSION),
-    reason=f"layers of a pattern train in checkouts from {BATCH_OF_FIELDS.since} on",
+    not BATCH_OF_FIELDS.is_in(VERSION), reason=f"layers of a pattern train in checkouts from {BATCH_OF_FIELDS.since} on"
 )
 NUMBER = r"([0-9.]+E[+-][0-9]+)"
 
@@ -71,25 +63,14 @@ def ended(
 ) -> subprocess.CompletedProcess[str]:
     """Return how a job ended."""
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "localhost",
-        "--nproc-per-node",
-        str(ranks),
-    ]
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost",
+        "--nproc-per-node", str(ranks),
+    ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return subprocess.run(
-        [*command, *script, *flags.split(), *more],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=420,
-        check=False,
-    )
+        [*command, *script, *flags.split(), *more], cwd=REPOSITORY, env=environment, capture_output=True, text=True,
+        timeout=420, check=False,
+    )  # fmt: skip
 
 
 def run(script: list[str], flags: str, *, ranks: int = 4, more: tuple[str, ...] = ()) -> str:
@@ -268,10 +249,7 @@ def test_run_that_leaves_early_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_documents_of_a_real_tokenizer_train_as_in_our_trainer(
     corpora: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
-    """Preprocessed by Megatron-LM's tool, read with its tokenizer: the same losses, and the log says what ends them.
-
-    The token limit is auto.
-    """
+    """Preprocessed by Megatron-LM's tool, read with its tokenizer: the same losses, and the log says what ends them."""
     folder, prefixes = corpora
     hardware = json.loads((REPOSITORY / "dynamic_cp/data/hardware/cpu.json").read_text())
     (tmp_path / "small.json").write_text(json.dumps({**hardware, "hbm_bytes": {"value": 8e6, "source": "made up"}}))

@@ -1,7 +1,5 @@
 """Our planner as a packing scheduler of branch dev: its command line, its groups, and a real checkout of it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -121,14 +119,9 @@ def test_real_data_path_of_a_dev_checkout(vp_group: int | None, max_sequences: i
 
 
 MODEL = ModelShape(
-    num_layers=4,
-    hidden_size=64,
-    ffn_hidden_size=256,
-    num_attention_heads=4,
-    num_query_groups=4,
-    kv_channels=16,
+    num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=4, kv_channels=16,
     vocab_size=128,
-)
+)  # fmt: skip
 MOST_TOKENS = 128
 
 
@@ -146,11 +139,9 @@ def test_every_plan_becomes_legal_groups(data: st.DataObject) -> None:
     max_samples = data.draw(st.sampled_from([None, 1, 3]))
     planned = plan_global_batch(
         [Sample(sample_id=index, seqlen=seqlen) for index, seqlen in seqlens.items()],
-        topology=Topology(num_lanes=lanes),
-        model=MODEL,
-        hardware=load_hardware("cpu"),
+        topology=Topology(num_lanes=lanes), model=MODEL, hardware=load_hardware("cpu"),
         options=PlanOptions(max_tokens_per_rank=MOST_TOKENS, cp_comm_types=("p2p",)),
-    )
+    )  # fmt: skip
     try:
         groups = groups_of(planned.plan, multiple=multiple, max_samples=max_samples)
     except InvalidInputError:

@@ -1,9 +1,4 @@
-"""--use-varlen-dataset: files, weights, splits, end of document and masks are Megatron-LM's.
-
-Its data sets and tokenizers are those of the installed megatron-core, whose sources are the checkout's.
-"""
-
-from __future__ import annotations
+"""--use-varlen-dataset: files, weights, splits, end of document and masks are those of the installed Megatron-LM."""
 
 import argparse
 import importlib
@@ -33,12 +28,9 @@ from tests.unit.data.made_tokenizers import write_tokenizer
 EOD, PAD, NUM_IDS = 0, 2, 320
 build_tokenizer = importlib.import_module(tokenizer_module()).build_tokenizer
 PADDING_OF_THE_VOCABULARY = {
-    "pad_vocab_size": False,
-    "padded_vocab_size": None,
-    "make_vocab_size_divisible_by": 1,
-    "tensor_model_parallel_size": 1,
-    "rank": 1,
-}
+    "pad_vocab_size": False, "padded_vocab_size": None, "make_vocab_size_divisible_by": 1,
+    "tensor_model_parallel_size": 1, "rank": 1,
+}  # fmt: skip
 NUM_DOCUMENTS = {"a": 30, "b": 20, "c": 8}
 Prefixes = dict[str, str]
 Documents = Callable[..., list[Any]]
@@ -104,22 +96,11 @@ def tokenizer_arguments(folder: Path) -> argparse.Namespace:
 def arguments(**changes: Any) -> argparse.Namespace:
     """Return what is read of Megatron-LM's arguments."""
     values = {
-        **dict.fromkeys(varlen.PATH_FLAGS),
-        "split": None,
-        "seed": 7,
-        "seq_length": 64,
-        "overlong": "split",
-        "mock_data": False,
-        "varlen_mock_dataset_config_json": None,
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "legacy_tokenizer": False,
-        "padded_vocab_size": 384,
-        "eod_id": None,
-        "eod_mask_loss": False,
-        "allow_ambiguous_pad_tokens": False,
-        "skip_train": False,
-        "eval_iters": 0,
-    }
+        **dict.fromkeys(varlen.PATH_FLAGS), "split": None, "seed": 7, "seq_length": 64, "overlong": "split",
+        "mock_data": False, "varlen_mock_dataset_config_json": None, "tokenizer_type": "HuggingFaceTokenizer",
+        "legacy_tokenizer": False, "padded_vocab_size": 384, "eod_id": None, "eod_mask_loss": False,
+        "allow_ambiguous_pad_tokens": False, "skip_train": False, "eval_iters": 0,
+    }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
 

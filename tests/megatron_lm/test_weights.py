@@ -1,9 +1,4 @@
-"""Imported weights load into a real checkout, and what it saves goes back to the same tensors.
-
-MEGATRON_LM=/path/to/Megatron-LM python -m pytest tests/megatron_lm/test_weights.py
-"""
-
-from __future__ import annotations
+"""Imported weights load into a real checkout, and what it saves goes back to the same tensors."""
 
 from pathlib import Path
 
@@ -24,15 +19,9 @@ def test_there_and_back(tmp_path: Path) -> None:
     """One step that changes nothing: its learning rate is below the last bit of every weight."""
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-6,
-    )
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-6,
+    )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     import_weights(str(tmp_path / "model"), str(tmp_path / "imported"))
     flags = (tmp_path / "imported" / "model.flags").read_text().replace("--vocab-size 128\n", "").replace("\n", " ")

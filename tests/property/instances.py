@@ -3,8 +3,6 @@
 An instance prints as Python that makes it again: paste it after `from tests.property.instances import *`.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -76,29 +74,21 @@ HYBRIDS = {
         MODELS["many-heads"], linear_attention=_GATED_DELTA, linear_attention_freq=4, mtp_num_layers=1
     ),
     "mamba-2-in-windows": replace(
-        MODELS["many-heads"],
-        linear_attention=_MAMBA,
-        layer_pattern="M-M*M*-" * 3 + "M*-",
-        window_tokens=9,
+        MODELS["many-heads"], linear_attention=_MAMBA, layer_pattern="M-M*M*-" * 3 + "M*-", window_tokens=9,
         window_attn_skip_freq=5,
     ),
     "hybrid-with-experts": replace(
         MODELS["many-heads"], linear_attention=_MAMBA, layer_pattern="MEME*EMEMEM*" * 2, experts=_EXPERTS
     ),
-}
+}  # fmt: skip
 """Models of cases whose layers may have linear attention."""
 WINDOWED_HYBRIDS = ("mamba-2-in-windows",)
 _ALL_MODELS = {**MODELS, **WINDOWED, **EXPERTS, **HYBRIDS}
 _FREE = replace(
-    TINY_HARDWARE,
-    name="free",
-    exchange_latency_s_per_layer=0.0,
-    forward_overhead_s_per_layer=0.0,
-    backward_overhead_s_per_layer=0.0,
-    overhead_s_per_bucket_stage=0.0,
-    linear_extra_tokens=0.0,
+    TINY_HARDWARE, name="free", exchange_latency_s_per_layer=0.0, forward_overhead_s_per_layer=0.0,
+    backward_overhead_s_per_layer=0.0, overhead_s_per_bucket_stage=0.0, linear_extra_tokens=0.0,
     attention_extra_tokens=0.0,
-)
+)  # fmt: skip
 """As TINY_HARDWARE, without any overhead: an empty bucket costs what its one token costs."""
 
 
@@ -107,14 +97,10 @@ def _exchanging(hardware: Hardware, in_node: float, across_nodes: float) -> Hard
 
 
 HARDWARE = {
-    "tiny": TINY_HARDWARE,
-    "curved": CURVED_HARDWARE,
-    "slow-host": HOST_HARDWARE,
-    "free": _FREE,
-    "fast-exchange": _exchanging(CURVED_HARDWARE, 1e12, 1e11),
-    "slow-exchange": _exchanging(TINY_HARDWARE, 1e6, 1e5),
+    "tiny": TINY_HARDWARE, "curved": CURVED_HARDWARE, "slow-host": HOST_HARDWARE, "free": _FREE,
+    "fast-exchange": _exchanging(CURVED_HARDWARE, 1e12, 1e11), "slow-exchange": _exchanging(TINY_HARDWARE, 1e6, 1e5),
     "slow-across": _exchanging(TINY_HARDWARE, 1e9, 3e6),
-}
+}  # fmt: skip
 EXCHANGES = (
     ("p2p",),
     ("all_gather",),
@@ -128,16 +114,9 @@ EXCHANGES = (
 )
 PLACING = (("blocks",), ("a2a", "blocks"), ("p2p", "blocks"), (*CP_COMM_TYPES, "blocks"))
 _MASK_RULES = (
-    "causal",
-    "full",
-    "lambda:1,3",
-    "lambda:8,40",
-    "causal_blockwise:4,1",
-    "causal_blockwise:16,2,1",
-    "shared_question:2x0.5",
-    "shared_question:4x0.2",
-    "tree:2x2x0.3",
-)
+    "causal", "full", "lambda:1,3", "lambda:8,40", "causal_blockwise:4,1", "causal_blockwise:16,2,1",
+    "shared_question:2x0.5", "shared_question:4x0.2", "tree:2x2x0.3",
+)  # fmt: skip
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -174,14 +153,9 @@ class Case:
 
     def plan(self, policy: str = "dynamic", samples: tuple[Sample, ...] | None = None) -> PlannedBatch:
         return plan_global_batch(
-            self.samples if samples is None else samples,
-            topology=self.topology,
-            model=_ALL_MODELS[self.model],
-            hardware=HARDWARE[self.hardware],
-            options=self.options,
-            policy=policy,
-            data_parallel=DataParallel(),
-        )
+            self.samples if samples is None else samples, topology=self.topology, model=_ALL_MODELS[self.model],
+            hardware=HARDWARE[self.hardware], options=self.options, policy=policy, data_parallel=DataParallel(),
+        )  # fmt: skip
 
 
 def longest_seqlen(topology: Topology, options: PlanOptions) -> int:
@@ -194,12 +168,10 @@ def draw_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int 
     pp_size = int(rng.choice([1, 1, 2, 3, 4, 6]))
     topology = Topology(
         num_lanes=int(rng.integers(1, int(rng.choice([3, 9, most_lanes])) + 1)),
-        tp_size=int(rng.choice([1, 1, 2, 3, 4])),
-        pp_size=pp_size,
-        vp_size=int(rng.choice([1, 1, 2, 3])) if pp_size > 1 else 1,
-        ranks_per_node=int(rng.choice([1, 3, 4, 6, 8])),
+        tp_size=int(rng.choice([1, 1, 2, 3, 4])), pp_size=pp_size,
+        vp_size=int(rng.choice([1, 1, 2, 3])) if pp_size > 1 else 1, ranks_per_node=int(rng.choice([1, 3, 4, 6, 8])),
         sequence_parallel=bool(rng.integers(2)),
-    )
+    )  # fmt: skip
     rng.integers(8)  # a field that went; the cases of a seed stay the same
     num_sizes = topology.max_cp_size.bit_length()
     smallest = int(min(rng.choice([0, 0, 0, 1, 2]), num_sizes - 1))
@@ -252,12 +224,9 @@ def draw_expert_case(rng: np.random.Generator, most_lanes: int = 24, most_sample
     num_blocks, ep_size = int(rng.integers(1, 4)), int(rng.choice([1, 2, 4, 8, 16]))
     tp_size = topology.tp_size if topology.tp_size != 3 else 2
     topology = replace(
-        topology,
-        num_lanes=num_blocks * max(1, ep_size // tp_size),
-        tp_size=tp_size,
-        ep_size=ep_size,
+        topology, num_lanes=num_blocks * max(1, ep_size // tp_size), tp_size=tp_size, ep_size=ep_size,
         sequence_parallel=tp_size > 1,
-    )
+    )  # fmt: skip
     sizes = topology.max_cp_size.bit_length()
     options = replace(
         case.options,
@@ -271,9 +240,7 @@ def draw_expert_case(rng: np.random.Generator, most_lanes: int = 24, most_sample
 
 
 def draw_hybrid_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int = 60) -> Case:
-    """Return a random case of a model with linear attention, experts of which lanes may share, or samples that bring
-    branches, or whose buckets may be placed.
-    """
+    """Return a random case of linear attention, experts that lanes share, branches, or buckets that may be placed."""
     case = draw_case(rng, most_lanes, most_samples)
     if rng.integers(4) == 0:
         case, model = draw_expert_case(rng, most_lanes, most_samples), "hybrid-with-experts"

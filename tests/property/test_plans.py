@@ -7,8 +7,6 @@ in a process that has imported other modules. The cases that shrink are its own.
 `python -m tools.property_run` checks the same for any number of instances.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess
@@ -45,13 +43,10 @@ def cases(draw) -> Case:
     """Return cases that shrink."""
     pp_size = draw(st.sampled_from([1, 1, 2, 3, 4]))
     topology = Topology(
-        num_lanes=draw(st.integers(1, 12)),
-        tp_size=draw(st.sampled_from([1, 2, 3, 4])),
-        pp_size=pp_size,
+        num_lanes=draw(st.integers(1, 12)), tp_size=draw(st.sampled_from([1, 2, 3, 4])), pp_size=pp_size,
         vp_size=draw(st.sampled_from([1, 2, 3])) if pp_size > 1 else 1,
-        ranks_per_node=draw(st.sampled_from([1, 4, 6, 8])),
-        sequence_parallel=draw(st.booleans()),
-    )
+        ranks_per_node=draw(st.sampled_from([1, 4, 6, 8])), sequence_parallel=draw(st.booleans()),
+    )  # fmt: skip
     sizes = [1 << k for k in range(topology.max_cp_size.bit_length())]
     min_cp_size = draw(st.sampled_from(sizes[:2]))
     options = PlanOptions(
@@ -235,13 +230,9 @@ for seed in map(int, sys.argv[1:]):
 
 def in_a_process(seeds: list[int], **environment: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, seeds)],
-        env={**os.environ, **environment},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+        [sys.executable, "-c", PROGRAM, *map(str, seeds)], env={**os.environ, **environment}, check=True,
+        capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
     return done.stdout.split()
 
 

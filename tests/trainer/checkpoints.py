@@ -1,7 +1,5 @@
 """What tests ask of checkpoint folders."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

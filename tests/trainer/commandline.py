@@ -1,7 +1,5 @@
 """The smallest model that the trainer's tests train, as a command line."""
 
-from __future__ import annotations
-
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.flags.settings import Settings
 

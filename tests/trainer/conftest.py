@@ -1,7 +1,5 @@
 """Runs that several tests compare with or go on from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -65,11 +63,8 @@ def saved_by(_runs):
 
 @pytest.fixture(scope="session")
 def resumed(_runs):
-    """Let a run go on from checkpoint SAVED of another: words of that one, more words -> its records.
-
-    Its losses are those of the run that was not interrupted, within `tolerance` of `pytest.approx`. It has `on` ranks
-    instead of `ranks`, and `base` instead of the words of the one before.
-    """
+    """Let a run go on from checkpoint SAVED of another, `on` other ranks or from another `base`: words of that one,
+    more words -> its records, whose losses are those of the run that was not interrupted, within `tolerance`."""
 
     def get(words: str, more: str = "", *, ranks: int = 2, on: int | None = None, base: str | None = None, **tolerance):
         expected, folder = _runs(words, ranks)

@@ -1,7 +1,5 @@
 """Adapters on frozen weights: trained alike on every layout, resumed on any, and those of peft once exported."""
 
-from __future__ import annotations
-
 import json
 import sys
 import zipfile
@@ -228,12 +226,10 @@ def test_adapters_beside_random_weights_are_warned_of(more, tmp_path, capfd):
 
 def problem_of(adapters: Adapters | None) -> Problem:
     return Problem(
-        topology=Topology(num_lanes=8, tp_size=2),
-        model=load_model("llama-3-8b"),
-        hardware=load_hardware("h100"),
+        topology=Topology(num_lanes=8, tp_size=2), model=load_model("llama-3-8b"), hardware=load_hardware("h100"),
         options=PlanOptions(max_tokens_per_rank=8192, cp_comm_types=("p2p",)),
         data_parallel=DataParallel(adapters=adapters),
-    )
+    )  # fmt: skip
 
 
 def test_planning_knows_what_is_trained() -> None:

@@ -1,7 +1,5 @@
 """A command line is read into settings that nobody changes; what cannot be, or cannot be together, one line refuses."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import os
@@ -74,25 +72,12 @@ def test_search_effort_reaches_the_planner():
 
 
 MODEL_IDENTITY = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 96,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 16,
-    "vocab_size": 264,
-    "gated_linear_unit": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "rotary_base": 10000,
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "max_position_embeddings": 128,
-    "disable_bias_linear": True,
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
+    "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2,
+    "kv_channels": 16, "vocab_size": 264, "gated_linear_unit": True, "normalization": "RMSNorm",
+    "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0, "rotary_interleaved": False,
+    "max_position_embeddings": 128, "disable_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False,
     "untie_embeddings_and_output_weights": False,
-}
+}  # fmt: skip
 
 
 def test_the_identity_of_a_model_stays_as_checkpoints_have_it():
@@ -300,32 +285,18 @@ SEES_PARSED_ARGUMENTS = {
     "integrations/lm_adaptor/varlen.py": "Megatron-LM's own arguments",
 }
 KEPT_IN_PLANNING = {
-    "seq_length": "seq_length",
-    "expert_model_parallel_size": "topology",
-    "tensor_model_parallel_size": "topology",
-    "pipeline_model_parallel_size": "topology",
-    "sequence_parallel": "topology",
-    "use_distributed_optimizer": "data_parallel",
-    "overlap_grad_reduce": "data_parallel",
-    "overlap_param_gather": "data_parallel",
-    **{field.name: "data_parallel" for field in fields(StateDtypes)},
-    "distributed_timeout_minutes": "exchange_timeout_s",
-    "recompute_granularity": "recompute",
+    "seq_length": "seq_length", "expert_model_parallel_size": "topology", "tensor_model_parallel_size": "topology",
+    "pipeline_model_parallel_size": "topology", "sequence_parallel": "topology",
+    "use_distributed_optimizer": "data_parallel", "overlap_grad_reduce": "data_parallel",
+    "overlap_param_gather": "data_parallel", **{field.name: "data_parallel" for field in fields(StateDtypes)},
+    "distributed_timeout_minutes": "exchange_timeout_s", "recompute_granularity": "recompute",
     "recompute_modules": "recompute_modules",
-}
+}  # fmt: skip
 ONLY_DECIDE = {
-    "group_query_attention",
-    "recompute_activations",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "lr_warmup_fraction",
-    "lr_warmup_iters",
-    "lr_decay_iters",
-    "lr_wsd_decay_iters",
-    "micro_batch_size",
-    "ckpt_format",
-    "moe_token_dispatcher_type",
-}
+    "group_query_attention", "recompute_activations", "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank", "lr_warmup_fraction", "lr_warmup_iters", "lr_decay_iters",
+    "lr_wsd_decay_iters", "micro_batch_size", "ckpt_format", "moe_token_dispatcher_type",
+}  # fmt: skip
 """Flags that only decide what others become, that have one value, or that are accepted without effect."""
 
 
@@ -368,17 +339,10 @@ def test_what_is_written_down_of_a_run_has_every_flag_completed() -> None:
     parsed = {action.dest for action in build_parser()._actions if action.default != "==SUPPRESS=="}
     assert parsed <= set(arguments)
     completed = {
-        "max_seqlen_per_dp_cp_rank": 128,
-        "max_dynamic_cp_size": 4,
-        "dynamic_cp_inner_sizes": None,
-        "loss_chunk_tokens": AUTO_CHUNK_TOKENS,
-        "recompute_granularity": "selective",
-        "lr_warmup_samples": 24,
-        "kv_channels": 16,
-        "world_size": 8,
-        "ranks_per_node": 8,
-        "split": "90,10,0",
-    }
+        "max_seqlen_per_dp_cp_rank": 128, "max_dynamic_cp_size": 4, "dynamic_cp_inner_sizes": None,
+        "loss_chunk_tokens": AUTO_CHUNK_TOKENS, "recompute_granularity": "selective", "lr_warmup_samples": 24,
+        "kv_channels": 16, "world_size": 8, "ranks_per_node": 8, "split": "90,10,0",
+    }  # fmt: skip
     assert {name: arguments[name] for name in completed} == completed
     auto = parse_args(command_line("--dynamic-cp --max-seqlen-per-dp-cp-rank auto"), 4)
     assert (auto.planning.max_tokens_per_rank, auto.arguments["max_seqlen_per_dp_cp_rank"]) == (None, "auto")

@@ -1,7 +1,5 @@
 """--async-save writes what a save that waits writes, while training goes on; what fails then fails on all ranks."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -84,11 +82,7 @@ def _train_with_slow_writers(words: list[str], folder: Path) -> dict[int, tuple[
 
 
 def _contents(folder: Path) -> dict[str, Any]:
-    """Return the files with tensors, random states and other values; of the manifest what it says of the run.
-
-    `.metadata` lists the tensors; its bytes depend on which of its strings are the same object. The common values hold
-    the arguments: where a run saves, how, and how long it is.
-    """
+    """Return tensors, random states and other values, and of the manifest what it says of the run."""
     contents: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".distcp"}
     del contents[".metadata"]
     metadata = FileSystemReader(folder).read_metadata()

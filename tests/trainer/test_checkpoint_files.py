@@ -1,9 +1,4 @@
-"""A crash of a save leaves the previous checkpoint in place; damage is found before anything is read.
-
-A full disk is named with its room, norms have two names, and what the process that writes reads stays as it was staged.
-"""
-
-from __future__ import annotations
+"""A crash of a save leaves the previous checkpoint in place; damage is found before anything is read."""
 
 import errno
 import functools

@@ -1,7 +1,5 @@
 """Plans written down and played back: the same run bit for bit; and what a dump shows."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Variables that a run on GPUs needs reach its process before torch is imported; what the user set is kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -16,19 +14,13 @@ from tests.trainer.commandline import command_line
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    "NCCL_NVLS_ENABLE": "0",
-    "RDMAV_FORK_SAFE": "1",
-    "FI_EFA_FORK_SAFE": "1",
-}
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_ENABLE": "0",
+    "RDMAV_FORK_SAFE": "1", "FI_EFA_FORK_SAFE": "1",
+}  # fmt: skip
 OURS = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
-    "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",
-    "NCCL_NVLS_ENABLE": "1",
-    "RDMAV_FORK_SAFE": "0",
-    "FI_EFA_FORK_SAFE": "0",
-}
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "NCCL_NVLS_ENABLE": "1",
+    "RDMAV_FORK_SAFE": "0", "FI_EFA_FORK_SAFE": "0",
+}  # fmt: skip
 WORDS = command_line("--mock-data --dynamic-cp --max-seqlen-per-dp-cp-rank 128")
 AT_THE_CHECK_OF_RELEASES = """
 import json, os, sys
@@ -60,14 +52,10 @@ def _nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_rank_has_them_before_torch(ours: dict[str, str], expected: dict[str, str]) -> None:
     rank = subprocess.run(
-        [sys.executable, "-c", AT_THE_CHECK_OF_RELEASES, *WORDS],
-        cwd=ROOT,
-        env={**os.environ, "RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", **ours},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+        [sys.executable, "-c", AT_THE_CHECK_OF_RELEASES, *WORDS], cwd=ROOT,
+        env={**os.environ, "RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", **ours}, capture_output=True,
+        text=True, timeout=60, check=True,
+    )  # fmt: skip
     found, has_torch = json.loads(rank.stdout)
     assert {name: found[name] for name in (*DEFAULTS, *OURS) if name in found} == expected
     assert not has_torch

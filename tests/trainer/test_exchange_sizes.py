@@ -1,7 +1,5 @@
 """Exchanges that heads or nodes do not allow are refused before anything is built, with both numbers and a remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -61,12 +59,10 @@ def test_the_planner_keeps_to_the_sizes_that_are_built(monkeypatch):
         options = settings.planning.options()
         cost_model = CostModel(
             Problem(
-                topology=settings.planning.topology,
-                model=model_shape(settings.model, 256),
-                hardware=load_hardware("h100"),
-                options=options,
+                topology=settings.planning.topology, model=model_shape(settings.model, 256),
+                hardware=load_hardware("h100"), options=options,
             )
-        )
+        )  # fmt: skip
         assert {one.inner_cp_size for one in cost_model.attentions} - {1} == set(sizes)
 
 

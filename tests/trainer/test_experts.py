@@ -1,7 +1,5 @@
 """Experts, and features of models together: checked at once, planned as built, trained, resumed, and logged."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -156,12 +154,10 @@ def test_the_planner_knows_the_weights_that_are_built(layout: str) -> None:
     shape = model_shape(settings.model, VOCAB_SIZE)
     memory = MemoryModel(
         Problem(
-            topology=topology,
-            model=shape,
-            hardware=catalog.load_hardware("h100"),
+            topology=topology, model=shape, hardware=catalog.load_hardware("h100"),
             options=PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",)),
         )
-    )
+    )  # fmt: skip
     stages = range(topology.pp_size)
     planned = [memory.num_weights(stage) for stage in stages], [memory.num_expert_weights(stage) for stage in stages]
     built = run_ranks(world_size, count_weights, flags, world_size)

@@ -1,7 +1,5 @@
 """The real command under torchrun: wrong input, a killed rank, signals."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -22,14 +20,8 @@ from tests.trainer.training_ranks import train
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = (
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--local-addr",
-    "localhost",
-    "--nproc-per-node",
-)
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node",
+)  # fmt: skip
 UNNAMED = ("unshare", "--uts", "--map-root-user", "sh", "-c", 'hostname nowhere.invalid && exec "$@"', "sh")
 """Before a command: nothing resolves the name of its host, as in many containers."""
 DYNAMIC = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --num-layers 2 --lr-decay-iters 1000"
@@ -53,14 +45,10 @@ def _unnamed() -> tuple[str, ...]:
 def _start(*words: str, ranks: int = 2) -> subprocess.Popen:
     """Start the job with its output, line by line, on the pipe."""
     return subprocess.Popen(
-        [*_unnamed(), *LAUNCHER, str(ranks), "pretrain_gpt.py", *command_line(*words)],
-        cwd=ROOT,
-        env={**os.environ, **NO_COMPILE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        [*_unnamed(), *LAUNCHER, str(ranks), "pretrain_gpt.py", *command_line(*words)], cwd=ROOT,
+        env={**os.environ, **NO_COMPILE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
 
 
 def _finish(job: subprocess.Popen, timeout_s: float) -> str:
@@ -167,10 +155,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all_with_exit_code_0(tmp_path):
 
 @pytest.mark.nightly
 def test_a_signal_to_launcher_and_ranks_saves(tmp_path):
-    """A scheduler signals every process of a job, and torchrun passes its own SIGTERM on: ranks get two.
-
-    The ranks save and leave with 0, but torchrun's exit code is 1 whenever it was signalled itself.
-    """
+    """Ranks get two signals, of the scheduler and of torchrun, whose exit code is 1 whenever it was signalled."""
     job = _start(f"{DYNAMIC} --save {tmp_path} --train-iters 500")
     _read_until(job, r"iteration +2/")
     for pid in [*_workers(job), job.pid]:

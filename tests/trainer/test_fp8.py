@@ -1,7 +1,5 @@
 """Products in FP8 on the command line: checked at once, known to the planner, and never computed by local layers."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The trainer with megatron-core's fusions: the losses are those without, and lengths do not compile anything anew."""
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """What a config.json is read as, against what transformers makes of it: parameters of hybrids, and entries of all."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

@@ -2,11 +2,9 @@
 
 The stock side is megatron-core with context_parallel_size=2, its own model, sharding of the batch, gradients, optimizer
 and checkpoint functions, called as Megatron-LM's megatron/training/checkpointing.py (core_v0.16.1) calls them.
-Attention under CP needs TransformerEngine there: ours takes its place (tests/distributed/test_static_cp.py). Both sides
+Attention under CP needs TransformerEngine there: ours takes its place (tests/distributed/test_parity.py). Both sides
 train on the same samples.
 """
-
-from __future__ import annotations
 
 import argparse
 import queue
@@ -36,7 +34,7 @@ from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import initialize, model
 from megatron.trainer.setup.run import data_config
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_static_cp import StaticGroupAttention, shard_of_this_rank
+from tests.distributed.test_parity import StaticGroupAttention, shard_of_this_rank
 from tests.trainer.commandline import command_line
 from tests.trainer.test_training import DYNAMIC, ON, ON_TWO, SHARDED
 from tests.trainer.training_ranks import losses, run_command, train
@@ -87,13 +85,9 @@ class Stock:
         spec = get_gpt_layer_local_spec(normalization=config.normalization)
         spec.submodules.self_attention.submodules.core_attention = StaticGroupAttention
         self.chunk = GPTModel(
-            config,
-            spec,
-            vocab_size=VOCAB_ROWS,
-            max_sequence_length=settings.model.max_position_embeddings,
-            share_embeddings_and_output_weights=True,
-            position_embedding_type="rope",
-        )
+            config, spec, vocab_size=VOCAB_ROWS, max_sequence_length=settings.model.max_position_embeddings,
+            share_embeddings_and_output_weights=True, position_embedding_type="rope",
+        )  # fmt: skip
         self.wrapped = model.wrap_chunks(settings, config, [self.chunk], ddp_bucket_size(dist.get_world_size(), 1), CPU)
         self.optimizer = model.build_optimizer(settings, config, self.wrapped)
         self.scheduler = model.build_scheduler(settings.optimizer, self.optimizer)
@@ -108,14 +102,10 @@ class Stock:
         self.wrapped[0].zero_grad_buffer()
         self.optimizer.zero_grad()
         logged = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=map(self._micro_batch, mine),
-            model=self.wrapped[0],
-            num_microbatches=len(mine),
-            seq_length=self.settings.planning.seq_length,
-            micro_batch_size=1,
+            forward_step_func=_forward_step, data_iterator=map(self._micro_batch, mine), model=self.wrapped[0],
+            num_microbatches=len(mine), seq_length=self.settings.planning.seq_length, micro_batch_size=1,
             forward_only=False,
-        )
+        )  # fmt: skip
         sums = torch.stack([entry["lm loss"] for entry in logged]).double().sum(dim=0)
         dist.all_reduce(sums)
         self.optimizer.step()
@@ -243,12 +233,9 @@ def _stock_run_resumed(words: list[str], folder: str) -> list[float]:
 def test_there_and_back(stock, tmp_path, capfd):
     words, expected, folder = stock
     ours = train(
-        NUM_RANKS[words],
-        ON[NUM_RANKS[words]],
-        BATCH,
-        words,
+        NUM_RANKS[words], ON[NUM_RANKS[words]], BATCH, words,
         f"--train-iters 4 --lr-decay-iters 8 --load {folder} --save {tmp_path}",
-    )
+    )  # fmt: skip
     assert sorted(ours) == [3, 4]
     assert losses(ours) == pytest.approx(expected[2:4], rel=TOLERANCE)
     assert ours[3].learning_rate > 0

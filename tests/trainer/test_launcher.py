@@ -1,7 +1,5 @@
 """What a launcher says, or says wrongly, and what happens when ranks do not meet."""
 
-from __future__ import annotations
-
 import socket
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """The token limit of a run follows from memory, or is refused, before anything is built."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -35,13 +33,11 @@ def needed_bytes(extra, tokens, cp_size, distributed_optimizer=False):
     planning = settings.planning
     model = MemoryModel(
         Problem(
-            topology=planning.topology,
-            model=model_shape(settings.model, 264),
-            hardware=CPU,
+            topology=planning.topology, model=model_shape(settings.model, 264), hardware=CPU,
             options=planning.used(planning.options(tokens)),
             data_parallel=DataParallel(distributed_optimizer=distributed_optimizer),
         )
-    )
+    )  # fmt: skip
     return max(stage.total_bytes for stage in model.peak_at(tokens, cp_size))
 
 

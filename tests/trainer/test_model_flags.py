@@ -1,10 +1,4 @@
-"""Flags of models: checked at once, known to planner, megatron-core and checkpoints, trained and resumed.
-
-Gates, positions and norms; latent attention; multi-token prediction; linear attention; windows; factors of layers'
-outputs; uneven stages. That models are those of transformers, `test_weights` shows.
-"""
-
-from __future__ import annotations
+"""Flags of models: checked at once, known to planner, megatron-core and checkpoints, trained and resumed."""
 
 import argparse
 import json
@@ -492,11 +486,9 @@ def test_layers_are_where_megatron_core_builds_them(flags: str, layers: Any, mon
 
 def test_a_checkout_without_a_pipeline_may_count_its_embedding() -> None:
     theirs = SimpleNamespace(
-        num_layers=4,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None,
+        num_layers=4, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None,
         account_for_embedding_in_pipeline_split=True,
-    )
+    )  # fmt: skip
     assert pipeline_layers(theirs) == ()
 
 

@@ -1,9 +1,4 @@
-"""Gradients and optimizer states in lower precision, and TransformerEngine's fused Adam, which counts steps by group.
-
-What is kept is what is planned; what was saved goes on.
-"""
-
-from __future__ import annotations
+"""Gradients and optimizer states in lower precision, TransformerEngine's fused Adam: planned, kept and resumed."""
 
 import functools
 import importlib
@@ -47,12 +42,9 @@ def test_flags_are_those_of_the_plans() -> None:
     flags = "--main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16"
     planning = parse_args(command_line(f"{IN_16_BITS} {AWARE} {flags}"), 4).planning
     state = StateDtypes(
-        use_precision_aware_optimizer=True,
-        main_grads_dtype="bf16",
-        main_params_dtype="fp16",
-        exp_avg_dtype="fp8",
+        use_precision_aware_optimizer=True, main_grads_dtype="bf16", main_params_dtype="fp16", exp_avg_dtype="fp8",
         exp_avg_sq_dtype="bf16",
-    )
+    )  # fmt: skip
     assert planning.data_parallel.state == state
 
 
@@ -106,12 +98,9 @@ def planned_bytes(words: list[str], world_size: int) -> StageMemory:
     planning = settings.planning
     hardware = replace(catalog.load_hardware("cpu"), communicator_bytes_per_group=0)
     problem = Problem(
-        topology=planning.topology,
-        model=model_shape(settings.model, VOCAB_SIZE),
-        hardware=hardware,
-        options=planning.options(64),
-        data_parallel=planning.data_parallel,
-    )
+        topology=planning.topology, model=model_shape(settings.model, VOCAB_SIZE), hardware=hardware,
+        options=planning.options(64), data_parallel=planning.data_parallel,
+    )  # fmt: skip
     return MemoryModel(problem).peak_at(0)[0]
 
 

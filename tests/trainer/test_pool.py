@@ -1,9 +1,4 @@
-"""Whole runs in which servers of all stages compute attention: planned, run, saved, written down, replayed.
-
-A run without them imports no pool, neither its ranks nor its planner.
-"""
-
-from __future__ import annotations
+"""Whole runs whose servers of all stages compute attention: planned, run, saved, replayed; others import no pool."""
 
 import json
 import os

@@ -1,7 +1,5 @@
 """Prompts with several responses through the whole trainer: as their pairs apart, on lanes and stages, and resumed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -90,11 +88,7 @@ only_questions = pytest.mark.parametrize("files", ["questions"], indirect=True)
 
 
 def gradients_of(runs, look=lambda name, run: None):
-    """Return for each run loss, number of learned tokens, CP sizes and this rank's gradients, from equal weights.
-
-    Args:
-        look: called with the name of each run and the run, after its passes.
-    """
+    """Return for each run loss, learned tokens, CP sizes and this rank's gradients, from equal weights."""
     os.environ["RANK"] = str(dist.get_rank())
     found, weights = {}, None
     for name, words in in_jobs_of_their_own(runs):

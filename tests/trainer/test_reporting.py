@@ -1,7 +1,5 @@
 """What a run writes for others: a torch.profiler trace names what ran, Weights & Biases gets TensorBoard's figures."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nothing in the folder of --load is run: whoever can write there could run what they like as the user who trains."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib
@@ -120,18 +118,14 @@ CASES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     ".metadata of one rank": (_metadata_of_a_rank, r"\.metadata cannot be read \(FileNotFoundError"),
     "within .metadata": (_within_metadata, f".metadata holds posix.mkdir, .*{NEVER_RUN}"),
     "common.pt": (_common, f"common.pt holds posix.mkdir, .*{NEVER_RUN}"),
-    "common.pt in the old format": (
-        lambda folder, mark: _common(folder, mark, _use_new_zipfile_serialization=False),
-        f"common.pt holds posix.mkdir, .*{NEVER_RUN}",
-    ),
+    "common.pt in the old format": (lambda folder, mark: _common(folder, mark, _use_new_zipfile_serialization=False),
+        f"common.pt holds posix.mkdir, .*{NEVER_RUN}"),
     "a plain pickle as common.pt": (_plain_common, r"common.pt cannot be read \(UnpicklingError"),
-    "common values among the tensors": (
-        _common_among_the_tensors,
-        rf"__9_9.distcp \({COMMON_OBJECT}\) holds posix.mkdir, .*{NEVER_RUN}",
-    ),
+    "common values among the tensors": (_common_among_the_tensors,
+        rf"__9_9.distcp \({COMMON_OBJECT}\) holds posix.mkdir, .*{NEVER_RUN}"),
     "random states": (_in_place_of("rng"), rf"__9_9.distcp \(rng/shard_\d_2\) holds posix.mkdir, .*{NEVER_RUN}"),
     "a weight": (_in_place_of("weight"), "cannot be read"),
-}
+}  # fmt: skip
 
 
 def load_all(folders: dict[str, Path]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Chats through the whole data path: loss on exactly the assistant's tokens, on one rank and on four."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
@@ -94,13 +92,10 @@ def reference(run, stream, samples, masks):
     """Return (sum, number) of the losses of a stock GPTModel with the same weights, by the test's own mask."""
     ours = run.trainable.chunks[0]
     stock = GPTModel(
-        config=run.config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=ours.vocab_size,
-        max_sequence_length=run.settings.planning.seq_length,
-        position_embedding_type="rope",
+        config=run.config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=ours.vocab_size,
+        max_sequence_length=run.settings.planning.seq_length, position_embedding_type="rope",
         share_embeddings_and_output_weights=True,
-    )
+    )  # fmt: skip
     left = stock.load_state_dict(ours.state_dict(), strict=False)
     assert not left.missing_keys, left
     assert not [name for name in left.unexpected_keys if not name.endswith("_extra_state")], left

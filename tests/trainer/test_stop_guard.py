@@ -1,7 +1,5 @@
 """What is stopped for too long is killed, and nothing else; the guard ends with its rank."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -34,13 +32,10 @@ def start_rank():
     def start(limit_s: float) -> tuple[subprocess.Popen, int, list[psutil.Process]]:
         ranks.append(
             subprocess.Popen(
-                [sys.executable, "-c", RANK, str(limit_s)],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                [sys.executable, "-c", RANK, str(limit_s)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 text=True,
             )
-        )
+        )  # fmt: skip
         guard, *sleepers = map(int, ranks[-1].stdout.readline().split())
         return ranks[-1], guard, [psutil.Process(pid) for pid in sleepers]
 

@@ -1,7 +1,5 @@
 """Whole runs on forked ranks: what changes the losses and what must not."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

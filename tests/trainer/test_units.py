@@ -1,7 +1,5 @@
 """Schedule by samples, log line, backend choice, exit codes and signals."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -58,22 +56,11 @@ def test_learning_rate_is_a_function_of_samples(monkeypatch):
 
 def _record(**changes) -> StepRecord:
     values = {
-        "loss": 5.0,
-        "grad_norm": 1.25,
-        "learning_rate": 1e-3,
-        "elapsed_s": 0.5,
-        "predicted_s": 0.4,
-        "planner_s": 0.003,
-        "wait_s": 0.0004,
-        "num_samples": 128,
-        "num_tokens": 10_000,
-        "flops": 4e12,
-        "num_microbatches": 4,
-        "cp_histogram": {1: 10, 4: 1},
-        "padding_fraction": 0.012,
-        "imbalance": 1.05,
+        "loss": 5.0, "grad_norm": 1.25, "learning_rate": 1e-3, "elapsed_s": 0.5, "predicted_s": 0.4,
+        "planner_s": 0.003, "wait_s": 0.0004, "num_samples": 128, "num_tokens": 10_000, "flops": 4e12,
+        "num_microbatches": 4, "cp_histogram": {1: 10, 4: 1}, "padding_fraction": 0.012, "imbalance": 1.05,
         "exchanged_bytes": 2_000_000,
-    }
+    }  # fmt: skip
     return StepRecord(**{**values, **changes})
 
 
@@ -251,10 +238,7 @@ exits.leave(exits.exit_code_of(lambda: run(sys.argv[1])))
     ],
 )
 def test_a_launcher_that_ends_a_failing_rank_lets_it_say_why(tmp_path, when, code, said):
-    """torchrun looks every 0.1 s for dead ranks: its SIGTERM comes while the others find out and close all.
-
-    By day `test_a_failing_rank_that_cannot_close_something_still_says_why` of tests/faults tries one such end.
-    """
+    """torchrun's SIGTERM comes while the others close; by day tests/faults tries one such end."""
     words = [sys.executable, "-W", "ignore", "-c", FAILING, when, str(tmp_path / "store")]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, env=os.environ | NO_COMPILE)
     assert (ended.returncode, ended.stderr) == (code, said)

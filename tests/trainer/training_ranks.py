@@ -1,9 +1,4 @@
-"""Run the trainer on forked ranks: as a function that gives losses, or as a command that gives exit codes.
-
-And what a command line is made into before anything is built.
-"""
-
-from __future__ import annotations
+"""Run the trainer on forked ranks, as a function that gives losses or as a command, and say what its words become."""
 
 import contextlib
 import io
@@ -40,11 +35,7 @@ def _train_one_rank(words: list[str]) -> dict[int, StepRecord]:
 def train(
     world_size: int, *extra: str, without: Collection[str] = (), timeout_s: float = 100.0
 ) -> dict[int, StepRecord]:
-    """Return iteration -> record of a SMALL run on forked ranks; all ranks must agree on every loss.
-
-    Args:
-        without: words of its command line to leave out.
-    """
+    """Return iteration -> record of a SMALL run, less the words `without`, on forked ranks that agree on every loss."""
     warm_up()
     words = [word for word in command_line(SMALL, *extra) if word not in without]
     by_rank = run_ranks(world_size, _train_one_rank, words, timeout_s=timeout_s)

@@ -1,7 +1,5 @@
 """The product's sources, read, parsed and walked through once in each process of the tests that asks."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from functools import cache

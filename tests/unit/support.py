@@ -1,7 +1,5 @@
 """Small values that the planner's tests share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,70 +21,34 @@ from dynamic_cp.pricing.work import Lengths
 from dynamic_cp.types import Bucket, Hardware, MicroBatch, ModelShape, Plan, PlanOptions, Problem, Sample, Topology
 
 __all__ = [
-    "CASES",
-    "CURVED_HARDWARE",
-    "TINY_HARDWARE",
-    "TINY_MODEL",
-    "GivenCosts",
-    "assert_has_places",
-    "causal",
-    "frozen_cost_model",
-    "plan_of",
-    "plan_of_buckets",
-    "problem_of",
-    "samples_of",
-    "tiny_cost_model",
-]
+    "CASES", "CURVED_HARDWARE", "TINY_HARDWARE", "TINY_MODEL", "GivenCosts", "assert_has_places", "causal",
+    "frozen_cost_model", "plan_of", "plan_of_buckets", "problem_of", "samples_of", "tiny_cost_model",
+]  # fmt: skip
 
 TINY_MODEL = ModelShape(
-    num_layers=4,
-    hidden_size=128,
-    ffn_hidden_size=512,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=32,
+    num_layers=4, hidden_size=128, ffn_hidden_size=512, num_attention_heads=4, num_query_groups=2, kv_channels=32,
     vocab_size=257,
-)
+)  # fmt: skip
 
 TINY_HARDWARE = Hardware(
-    name="tiny",
-    peak_flops_per_s=1e11,
-    linear_flops_per_s=5e10,
-    attention_flops_per_s=1e10,
-    bandwidth_in_node_bytes_per_s=1e8,
-    bandwidth_across_nodes_bytes_per_s=2e7,
-    p2p_bandwidth_bytes_per_s=1e9,
-    exchange_latency_s_per_layer=1e-5,
-    forward_overhead_s_per_layer=1e-5,
-    backward_overhead_s_per_layer=2e-5,
-    overhead_s_per_bucket_stage=1e-5,
-    linear_extra_tokens=4,
-    attention_extra_tokens=8,
-)
+    name="tiny", peak_flops_per_s=1e11, linear_flops_per_s=5e10, attention_flops_per_s=1e10,
+    bandwidth_in_node_bytes_per_s=1e8, bandwidth_across_nodes_bytes_per_s=2e7, p2p_bandwidth_bytes_per_s=1e9,
+    exchange_latency_s_per_layer=1e-5, forward_overhead_s_per_layer=1e-5, backward_overhead_s_per_layer=2e-5,
+    overhead_s_per_bucket_stage=1e-5, linear_extra_tokens=4, attention_extra_tokens=8,
+)  # fmt: skip
 
 CURVED_HARDWARE = replace(
-    TINY_HARDWARE,
-    name="curved",
-    attention_full_flops_per_s=1.5e10,
-    attention_full_extra_tokens=3,
-    attention_backward_flops_per_s=0.8e10,
-    attention_backward_extra_tokens=9,
-    attention_full_backward_flops_per_s=1.2e10,
-    attention_full_backward_extra_tokens=5,
-    head_flops_per_s=4e10,
-    memory_bandwidth_bytes_per_s=1e10,
-    collective_bandwidth_in_node_bytes_per_s=2e8,
+    TINY_HARDWARE, name="curved", attention_full_flops_per_s=1.5e10, attention_full_extra_tokens=3,
+    attention_backward_flops_per_s=0.8e10, attention_backward_extra_tokens=9,
+    attention_full_backward_flops_per_s=1.2e10, attention_full_backward_extra_tokens=5, head_flops_per_s=4e10,
+    memory_bandwidth_bytes_per_s=1e10, collective_bandwidth_in_node_bytes_per_s=2e8,
     ring_step_overhead_s_per_layer=1e-6,
-)
+)  # fmt: skip
 """As TINY_HARDWARE, with every optional term of the device."""
 HOST_HARDWARE = replace(
-    CURVED_HARDWARE,
-    name="slow host",
-    host_forward_s_per_layer=8e-5,
-    host_backward_s_per_layer=1.2e-4,
-    host_ring_step_s_per_layer=2e-5,
-    host_message_s_per_layer=1e-5,
-)
+    CURVED_HARDWARE, name="slow host", host_forward_s_per_layer=8e-5, host_backward_s_per_layer=1.2e-4,
+    host_ring_step_s_per_layer=2e-5, host_message_s_per_layer=1e-5,
+)  # fmt: skip
 """Half of the buckets of a few hundred tokens wait for the host."""
 
 

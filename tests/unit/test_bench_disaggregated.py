@@ -1,7 +1,5 @@
 """`make bench-disaggregated`: it runs, its figures are in the order that they must have, the page has places."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

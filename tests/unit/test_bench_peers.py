@@ -1,7 +1,5 @@
 """The planners that ours is compared with: legal plans, honest prices."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations, pairwise, product
 

@@ -1,7 +1,5 @@
 """Whoever waits for the compiler is told why, once, and only then."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The core without its leaves plans and trains; imports that moved to a leaf are found there."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Names in tests/costs.json are names of tests and fixtures: one that was renamed would be quick for ever."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -4,8 +4,6 @@ A block of code that is not run says why in a comment before it: `<!-- not run: 
 files and imports are still checked. `text` blocks are drawings and output.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The night goes on where it stopped, ends in time, says what failed and writes what ran whole into the page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

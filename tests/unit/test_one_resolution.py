@@ -1,9 +1,4 @@
-"""Which mechanisms a job may use is decided in one file: names of mechanisms are compared and listed nowhere else.
-
-Where nothing is said, command, trainer and functions plan alike.
-"""
-
-from __future__ import annotations
+"""Which mechanisms a job may use is decided in one file; by default command, trainer and functions agree."""
 
 import inspect
 from dataclasses import MISSING, fields, replace

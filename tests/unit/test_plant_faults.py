@@ -1,7 +1,5 @@
 """Every planted fault still fits the code, in one place."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.plant_faults import FAULTS, ROOT, place_of

@@ -1,7 +1,5 @@
 """The planner runs where neither torch nor megatron is installed, and without numba gives the same prices, slower."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -48,14 +46,9 @@ print(_jit.numba is None, found_ns, *map(float.hex, model.cost(4, 0, 64, 500)))
 
 def run(program, blocked, **environment):
     result = subprocess.run(
-        [sys.executable, "-c", REFUSE + program, blocked],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=CASES.parents[1],
-        env={**os.environ, **environment},
-    )
+        [sys.executable, "-c", REFUSE + program, blocked], capture_output=True, text=True, timeout=60, check=False,
+        cwd=CASES.parents[1], env={**os.environ, **environment},
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout.split()
 

@@ -1,7 +1,5 @@
 """What README says of flags, files and the log is so; tests/unit/test_docs.py runs its code."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

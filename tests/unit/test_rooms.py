@@ -1,7 +1,5 @@
 """Packages and rooms: every folder says in which order to read it, arrows go one way, what pages import is there."""
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import re
@@ -32,12 +30,8 @@ ROOMS = {
 PACKAGES = ("dynamic_cp", "megatron.dynamic_cp", "megatron.trainer", "megatron.decide", "megatron.integrations")
 """The planner, its host on megatron-core, the trainer, two leaves: each imports those before it, none those after."""
 LEAVES = (
-    "dynamic_cp.decide",
-    "dynamic_cp.pool",
-    "megatron.decide",
-    "megatron.dynamic_cp.pool",
-    "megatron.integrations",
-)
+    "dynamic_cp.decide", "dynamic_cp.pool", "megatron.decide", "megatron.dynamic_cp.pool", "megatron.integrations",
+)  # fmt: skip
 """Features beside the core, each in a folder of its own: nothing of the core imports one."""
 DOORS = {"dynamic_cp": "lower_bound, at its first use, for type checkers"}
 """Module of the core -> why it names a leaf."""

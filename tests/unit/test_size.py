@@ -1,9 +1,4 @@
-"""The core's budget of lines: mass is what makes a reader lose the way.
-
-A feature enters as a leaf (test_rooms.py says which folders are leaves), and moves to the core by displacing lines.
-"""
-
-from __future__ import annotations
+"""The core's budget of lines: a feature enters as a leaf, and moves to the core by displacing lines."""
 
 import ast
 

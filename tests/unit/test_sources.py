@@ -1,7 +1,5 @@
 """What holds of every file of the product: who may run code, who names mechanisms, how kernels explain themselves."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib
@@ -199,10 +197,7 @@ def test_examples_of_kernels_are_true() -> None:
 
 
 def test_all_that_kernels_read_is_in_the_name_of_their_folder() -> None:
-    """Else an edit there would leave kernels on disk that go on with the old value.
-
-    Annotations included: a tuple's fields are compiled in.
-    """
+    """Else an edit there, also of annotations, would leave kernels on disk that go on with the old value."""
     package = ROOT / "dynamic_cp"
     digested = set(_jit.sources_of_kernels(package))
     read: set[Path] = set()

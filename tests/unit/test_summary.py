@@ -1,28 +1,14 @@
 """The lines at the end of a run."""
 
-from __future__ import annotations
-
 from megatron.trainer.reporting.log import RunSummary, StepRecord
 
 
 def record(**changes) -> StepRecord:
     values = {
-        "loss": 5.0,
-        "grad_norm": 1.0,
-        "learning_rate": 1e-3,
-        "elapsed_s": 0.5,
-        "predicted_s": 0.4,
-        "planner_s": 0.01,
-        "wait_s": 0.005,
-        "num_samples": 8,
-        "num_tokens": 900,
-        "flops": 1.0,
-        "num_microbatches": 2,
-        "cp_histogram": {1: 3, 2: 1},
-        "padding_fraction": 0.1,
-        "imbalance": 1.0,
-        "exchanged_bytes": 500_000,
-    }
+        "loss": 5.0, "grad_norm": 1.0, "learning_rate": 1e-3, "elapsed_s": 0.5, "predicted_s": 0.4, "planner_s": 0.01,
+        "wait_s": 0.005, "num_samples": 8, "num_tokens": 900, "flops": 1.0, "num_microbatches": 2,
+        "cp_histogram": {1: 3, 2: 1}, "padding_fraction": 0.1, "imbalance": 1.0, "exchanged_bytes": 500_000,
+    }  # fmt: skip
     return StepRecord(**{**values, **changes})
 
 

@@ -1,7 +1,5 @@
 """Only configurations that were compared with stock megatron-core train; any other is refused by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig

@@ -1,10 +1,4 @@
-"""What a run reads is data: proofs that planted code is not run, and a list of the places that could run it.
-
-The job's store and peers: tests/distributed/test_agreement.py. Checkpoints: tests/trainer/test_safe_loading.py. What is
-trusted and what is not: SECURITY.md.
-"""
-
-from __future__ import annotations
+"""What a run reads is data: planted code is not run, and the places that could run it are listed. See SECURITY.md."""
 
 import json
 from pathlib import Path
@@ -142,12 +136,10 @@ def test_the_planner_imports_nothing_from_the_working_folder(tmp_path: Path, mon
     process = PlannerProcess()
     process.start(
         Problem(
-            topology=Topology(num_lanes=2),
-            model=load_model("llama-3-8b"),
-            hardware=load_hardware("h100"),
+            topology=Topology(num_lanes=2), model=load_model("llama-3-8b"), hardware=load_hardware("h100"),
             options=PlanOptions(max_tokens_per_rank=8192, cp_comm_types=("p2p",)),
         )
-    )
+    )  # fmt: skip
     try:
         process.submit(Request.of("key", [Sample(sample_id=0, seqlen=9)]))
         found = process.receive(120.0)

@@ -1,7 +1,5 @@
 """What `import dynamic_cp` promises to type checkers and to completion, without importing what plans."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import subprocess

@@ -1,9 +1,4 @@
-"""What TransformerEngine's FusedAdam calls of its compiled part, in torch.
-
-Source: `common/multi_tensor/adam.cu` of TransformerEngine 2.11.
-"""
-
-from __future__ import annotations
+"""What TransformerEngine 2.11's FusedAdam calls of its compiled part, in torch (`common/multi_tensor/adam.cu`)."""
 
 from typing import Any
 
@@ -23,10 +18,7 @@ def multi_tensor_adam(chunk_size: int, overflow: Tensor, lists: list[list[Tensor
 def multi_tensor_adam_param_remainder(
     chunk_size: int, overflow: Tensor, lists: list[list[Tensor]], *settings: Any
 ) -> None:
-    """As above, where a parameter in bfloat16 and an int16 are the two halves of a float32.
-
-    A parameter is rounded to nearest: where the lower half is negative, the upper one was rounded up.
-    """
+    """As above, where a bfloat16 parameter, rounded to nearest, and an int16 are the halves of a float32."""
     for grad, parameter, first, second, lower in zip(*lists, strict=True):
         assert (parameter.dtype, lower.dtype) == (torch.bfloat16, torch.int16)
         upper = parameter.view(torch.int16).int() - (lower < 0).int()
@@ -37,19 +29,9 @@ def multi_tensor_adam_param_remainder(
 
 
 def _stepped(
-    grad: Tensor,
-    weights: Tensor,
-    first: Tensor,
-    second: Tensor,
-    lr: float,
-    beta_1: float,
-    beta_2: float,
-    eps: float,
-    step: int,
-    mode: int,
-    is_corrected: int,
-    decay: float,
-) -> Tensor:
+    grad: Tensor, weights: Tensor, first: Tensor, second: Tensor, lr: float, beta_1: float, beta_2: float, eps: float,
+    step: int, mode: int, is_corrected: int, decay: float,
+) -> Tensor:  # fmt: skip
     """Return the weights after a step, and move both moments."""
     assert mode == 1, "AdamW"
     assert is_corrected

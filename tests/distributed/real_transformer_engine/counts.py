@@ -1,7 +1,5 @@
 """Counts what a CPU does not show: bytes that are sent, and questions for which the host would wait for the device."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections import Counter

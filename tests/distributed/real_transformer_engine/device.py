@@ -61,20 +61,12 @@ def pretend(capability: Capability) -> None:
         range_push=lambda message: None, range_pop=lambda: None, range=lambda message: contextlib.nullcontext()
     )
     vars(torch.cuda).update(
-        nvtx=nvtx,
-        Stream=Stream,
-        Event=Event,
-        stream=_on_stream,
-        current_stream=lambda device=None: current,
-        default_stream=lambda device=None: current,
-        device=lambda device: contextlib.nullcontext(),
-        current_device=lambda: torch.device("cpu"),
-        synchronize=lambda device=None: None,
-        get_device_properties=lambda device=None: about,
-        get_device_capability=lambda device=None: capability,
-        get_device_name=lambda device=None: about.name,
-        is_current_stream_capturing=lambda: False,
-    )
+        nvtx=nvtx, Stream=Stream, Event=Event, stream=_on_stream, current_stream=lambda device=None: current,
+        default_stream=lambda device=None: current, device=lambda device: contextlib.nullcontext(),
+        current_device=lambda: torch.device("cpu"), synchronize=lambda device=None: None,
+        get_device_properties=lambda device=None: about, get_device_capability=lambda device=None: capability,
+        get_device_name=lambda device=None: about.name, is_current_stream_capturing=lambda: False,
+    )  # fmt: skip
 
 
 def make_tensors_on_cpu() -> None:

@@ -6,8 +6,6 @@
 It is loaded in a process of its own, off which ranks are forked, so that the tests' process stays as it was.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -34,17 +32,10 @@ NOT_NEEDED = ("onnx", "onnxscript", "triton", "triton.language", "triton.languag
 
 
 def run_ranks_with(
-    version: str,
-    world_size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    kernel: Kernel = "cuDNN",
+    version: str, world_size: int, function: Callable[..., Any], *args: Any, kernel: Kernel = "cuDNN",
     timeout_s: float = 120.0,
-) -> list[Any]:
-    """Return [function(*args) on rank r for each r], as `harness.run_ranks`, with TransformerEngine of a version.
-
-    The test is skipped where the version cannot be had.
-    """
+) -> list[Any]:  # fmt: skip
+    """Return what `harness.run_ranks` does, with TransformerEngine of a version; the test is skipped without it."""
     wheels.wheel_or_skip(version)
     return run_forked(_load_and_run, version, kernel, world_size, timeout_s, function, args)
 

@@ -344,12 +344,7 @@ WRITTEN = (
 
 
 def install(release: tuple[int, int], sources: Path) -> None:
-    """Put the stand-in where `import transformer_engine_torch` finds it.
-
-    Args:
-        release: of TransformerEngine.
-        sources: its Python.
-    """
+    """Put the stand-in where `import transformer_engine_torch` finds it."""
     read_order(sources)
     module = Extension("transformer_engine_torch")
     names = BACKENDS if release >= (2, 16) else f"{BACKENDS} {OLD_BACKEND}"

@@ -1,10 +1,5 @@
-"""flash-attn 2.8's functions for packed sequences as TransformerEngine calls them: A100, --attention-backend flash.
-
-Its kernels know no places apart from boundaries: a sequence lies where its boundaries say. What is behind the last one
-is left as it was.
-"""
-
-from __future__ import annotations
+"""flash-attn 2.8's functions for packed sequences as TransformerEngine calls them: A100, --attention-backend flash. A
+sequence lies where its boundaries say; what is behind the last one is left as it was."""
 
 import importlib.metadata
 import sys
@@ -72,16 +67,9 @@ class _Varlen(torch.autograd.Function):
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    **rest: Any,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, **rest: Any,
+) -> Tensor:  # fmt: skip
     places = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _Varlen.apply(q, k, v, places, {"dropout_p": dropout_p, **rest})
 

@@ -1,9 +1,5 @@
-"""What linear layers and norms of TransformerEngine call of its compiled part, in torch: products, LayerNorm, RMSNorm.
-
-Source: `pytorch/csrc/extensions/gemm.cpp` and `normalization.cpp` of TransformerEngine 2.11 and 2.20.
-"""
-
-from __future__ import annotations
+"""What linear layers and norms of TransformerEngine 2.11 and 2.20 call of its compiled part, in torch. Source:
+`pytorch/csrc/extensions/gemm.cpp` and `normalization.cpp`."""
 
 from typing import Any
 
@@ -16,28 +12,11 @@ TYPES = {"kFloat32": torch.float32, "kFloat16": torch.float16, "kBFloat16": torc
 
 
 def generic_gemm(
-    a: Tensor,
-    transpose_a: bool,
-    b: Tensor,
-    transpose_b: bool,
-    out: Tensor | None,
-    quantizer: Any,
-    out_type: Any,
-    bias: Tensor | None,
-    bias_type: Any,
-    gelu: bool,
-    gelu_in: Tensor | None,
-    is_backward: bool,
-    workspace: Tensor | None,
-    workspace_size: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    **rest: Any,
-) -> tuple[Tensor, Tensor | None, None, None]:
-    """Return b @ a, each as it is or transposed, and the gradient of a bias: the sum of b's rows.
-
-    Inputs have the rows of any number of dimensions; a bias is added in a forward pass.
-    """
+    a: Tensor, transpose_a: bool, b: Tensor, transpose_b: bool, out: Tensor | None, quantizer: Any, out_type: Any,
+    bias: Tensor | None, bias_type: Any, gelu: bool, gelu_in: Tensor | None, is_backward: bool,
+    workspace: Tensor | None, workspace_size: int, accumulate: bool, use_split_accumulator: bool, **rest: Any,
+) -> tuple[Tensor, Tensor | None, None, None]:  # fmt: skip
+    """Return b @ a, each as it is or transposed, and the gradient of a bias: the sum of b's rows."""
     assert quantizer is None
     assert not gelu
     assert rest["comm_overlap"] is None
@@ -63,20 +42,10 @@ def generic_gemm(
 
 
 def te_general_grouped_gemm(
-    a: list[Tensor],
-    transpose_a: bool,
-    b: list[Tensor],
-    transpose_b: bool,
-    out: list[Tensor],
-    out_type: Any,
-    rows: list[int],
-    bias: list[Tensor],
-    bias_type: Any,
-    is_one_output: bool,
-    gelu_in: list[Tensor],
-    is_backward: bool,
-    *rest: Any,
-) -> list[Tensor]:
+    a: list[Tensor], transpose_a: bool, b: list[Tensor], transpose_b: bool, out: list[Tensor], out_type: Any,
+    rows: list[int], bias: list[Tensor], bias_type: Any, is_one_output: bool, gelu_in: list[Tensor],
+    is_backward: bool, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
     """Write b @ a of each expert, as `generic_gemm`, into its output or its rows of the one that there is."""
     _, _, accumulate, use_split_accumulator, _ = rest
     outs = out[0].split(rows) if is_one_output else out

@@ -1,10 +1,4 @@
-"""Products in FP8: contexts and recipes are TransformerEngine's, shapes are checked, and numbers stay exact.
-
-So that nothing but what is asked of shapes may have changed. TransformerEngine's own checks and quantizers are asked;
-that of cuBLAS, which multiplies weight gradients along the rows, is here.
-"""
-
-from __future__ import annotations
+"""Products in FP8: contexts, recipes and checks are TransformerEngine's, cuBLAS's check is here, numbers stay exact."""
 
 import importlib
 from typing import Any
@@ -65,12 +59,8 @@ def _check_products(kind: type[torch.nn.Module], autocast: Any) -> None:
 
 
 def _check(recipe: Any, x: Tensor, *, is_gathered: bool) -> None:
-    """Assert what a product needs of its input [rows, channels], a rank's own share of it.
-
-    Args:
-        is_gathered: by sequence parallelism. Blocks are gathered whole; until 2.13 anything else was an assertion, now
-            it is gathered in bfloat16, which takes twice the bytes.
-    """
+    """Assert what a product needs of a rank's share [rows, channels] of its input. Blocks are gathered whole; until
+    2.13 anything else was an assertion, now it is gathered in bfloat16, which takes twice the bytes."""
     name, (rows, channels) = type(recipe).__name__, x.shape
     if name == "MXFP8BlockScaling" or (is_gathered and name == "Float8BlockScaling"):
         states = importlib.import_module("transformer_engine.pytorch.quantization").RecipeState

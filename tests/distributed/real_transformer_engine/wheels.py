@@ -6,8 +6,6 @@ The folder is runs/transformer_engine, which git does not see, or what TE_SOURCE
 is neither there nor on the index are skipped and say so.
 """
 
-from __future__ import annotations
-
 import compileall
 import os
 import re

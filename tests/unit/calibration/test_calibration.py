@@ -1,7 +1,5 @@
 """The fit finds the coefficients that made the seconds, says how far off it is, and refuses what it cannot use."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 from functools import cache
@@ -22,55 +20,24 @@ from dynamic_cp.pricing.linear_prices import BACKWARD_OVER_FORWARD
 from dynamic_cp.types import Hardware, LinearAttention, ModelShape, PlanOptions, Sample, Topology
 
 MODEL = ModelShape(
-    num_layers=8,
-    hidden_size=1024,
-    ffn_hidden_size=4096,
-    num_attention_heads=16,
-    num_query_groups=4,
-    kv_channels=64,
-    vocab_size=32000,
-    gated_linear_unit=True,
-)
+    num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, num_query_groups=4, kv_channels=64,
+    vocab_size=32000, gated_linear_unit=True,
+)  # fmt: skip
 SETUP = Setup(
-    device="a synthetic device",
-    torch_version="0",
-    model=MODEL,
-    tp_size=2,
-    element_bytes=2,
-    num_ranks=4,
-    ranks_per_node=4,
-    max_tokens=16384,
-    quick=False,
-    date="2026-11-21",
-)
+    device="a synthetic device", torch_version="0", model=MODEL, tp_size=2, element_bytes=2, num_ranks=4,
+    ranks_per_node=4, max_tokens=16384, quick=False, date="2026-11-21",
+)  # fmt: skip
 TRUTH = replace(
-    load_hardware("h100"),
-    linear_flops_per_s=2.5e14,
-    linear_extra_tokens=0.0,
-    linear_backward_over_forward=1.9,
-    attention_flops_per_s=3.0e14,
-    attention_extra_tokens=300.0,
-    attention_full_flops_per_s=4.0e14,
-    attention_full_extra_tokens=150.0,
-    attention_backward_flops_per_s=2.2e14,
-    attention_backward_extra_tokens=500.0,
-    attention_full_backward_flops_per_s=2.9e14,
-    attention_full_backward_extra_tokens=250.0,
-    ring_step_overhead_s_per_layer=3e-5,
-    host_forward_s_per_layer=0.0,
-    host_backward_s_per_layer=0.0,
-    host_ring_step_s_per_layer=0.0,
-    host_message_s_per_layer=0.0,
-    forward_overhead_s_per_layer=9e-5,
-    backward_overhead_s_per_layer=1.6e-4,
-    overhead_s_per_bucket_stage=4e-4,
-    exchange_latency_s_per_layer=2.5e-4,
-    bandwidth_in_node_bytes_per_s=1.2e11,
-    p2p_bandwidth_bytes_per_s=6e10,
-    collective_bandwidth_in_node_bytes_per_s=2e11,
-    head_flops_per_s=4e14,
-    memory_bandwidth_bytes_per_s=1.5e12,
-)
+    load_hardware("h100"), linear_flops_per_s=2.5e14, linear_extra_tokens=0.0, linear_backward_over_forward=1.9,
+    attention_flops_per_s=3.0e14, attention_extra_tokens=300.0, attention_full_flops_per_s=4.0e14,
+    attention_full_extra_tokens=150.0, attention_backward_flops_per_s=2.2e14, attention_backward_extra_tokens=500.0,
+    attention_full_backward_flops_per_s=2.9e14, attention_full_backward_extra_tokens=250.0,
+    ring_step_overhead_s_per_layer=3e-5, host_forward_s_per_layer=0.0, host_backward_s_per_layer=0.0,
+    host_ring_step_s_per_layer=0.0, host_message_s_per_layer=0.0, forward_overhead_s_per_layer=9e-5,
+    backward_overhead_s_per_layer=1.6e-4, overhead_s_per_bucket_stage=4e-4, exchange_latency_s_per_layer=2.5e-4,
+    bandwidth_in_node_bytes_per_s=1.2e11, p2p_bandwidth_bytes_per_s=6e10,
+    collective_bandwidth_in_node_bytes_per_s=2e11, head_flops_per_s=4e14, memory_bandwidth_bytes_per_s=1.5e12,
+)  # fmt: skip
 SLOW_HOST = replace(
     TRUTH, host_forward_s_per_layer=4e-4, host_backward_s_per_layer=6e-4, host_ring_step_s_per_layer=1.4e-4
 )
@@ -185,16 +152,10 @@ def fitted(noise: float, seed: int = 0) -> Calibration:
 
 
 RATES = [
-    "linear_flops_per_s",
-    "linear_backward_over_forward",
-    "attention_flops_per_s",
-    "attention_full_flops_per_s",
-    "attention_backward_flops_per_s",
-    "attention_full_backward_flops_per_s",
-    "bandwidth_in_node_bytes_per_s",
-    "p2p_bandwidth_bytes_per_s",
-    "collective_bandwidth_in_node_bytes_per_s",
-]
+    "linear_flops_per_s", "linear_backward_over_forward", "attention_flops_per_s", "attention_full_flops_per_s",
+    "attention_backward_flops_per_s", "attention_full_backward_flops_per_s", "bandwidth_in_node_bytes_per_s",
+    "p2p_bandwidth_bytes_per_s", "collective_bandwidth_in_node_bytes_per_s",
+]  # fmt: skip
 EXTRA_TOKENS = [
     "attention_extra_tokens",
     "attention_full_extra_tokens",
@@ -203,14 +164,9 @@ EXTRA_TOKENS = [
 ]
 """With noise other terms can stand for them: the seconds are what counts then, and the error says how near they are."""
 CONSTANTS = [
-    "ring_step_overhead_s_per_layer",
-    "forward_overhead_s_per_layer",
-    "backward_overhead_s_per_layer",
-    "overhead_s_per_bucket_stage",
-    "exchange_latency_s_per_layer",
-    "head_flops_per_s",
-    "memory_bandwidth_bytes_per_s",
-]
+    "ring_step_overhead_s_per_layer", "forward_overhead_s_per_layer", "backward_overhead_s_per_layer",
+    "overhead_s_per_bucket_stage", "exchange_latency_s_per_layer", "head_flops_per_s", "memory_bandwidth_bytes_per_s",
+]  # fmt: skip
 
 
 def test_without_noise_every_coefficient_comes_back() -> None:
@@ -315,11 +271,9 @@ def test_errors_are_the_median_and_95th_percentile_of_relative_errors() -> None:
 
 @settings(max_examples=30)
 @given(
-    constant=st.floats(1e-6, 1e-2),
-    slope=st.floats(1e-9, 1e-5),
-    square=st.sampled_from([0.0, 1e-10, 1e-8]),
+    constant=st.floats(1e-6, 1e-2), slope=st.floats(1e-9, 1e-5), square=st.sampled_from([0.0, 1e-10, 1e-8]),
     outlier=st.integers(0, 11),
-)
+)  # fmt: skip
 def test_least_squares_finds_sums_beside_an_outlier(constant: float, slope: float, square: float, outlier: int) -> None:
     x = np.array([2.0**k for k in range(4, 16)])
     columns = np.stack([np.ones_like(x), x, x * x], axis=1)
@@ -359,12 +313,9 @@ def test_a_hardware_file_comes_back_with_its_sources_and_plans(tmp_path) -> None
         assert "2026-11-21" in loaded.source[name]
     assert "dynamic-cp profile on" not in loaded.source["hbm_bytes"]
     planned = plan_global_batch(
-        [Sample(sample_id=index, seqlen=900 * (index + 1)) for index in range(8)],
-        topology=Topology(num_lanes=4),
-        model=MODEL,
-        hardware=loaded,
-        options=PlanOptions(max_tokens_per_rank=8192, cp_comm_types=("p2p",)),
-    )
+        [Sample(sample_id=index, seqlen=900 * (index + 1)) for index in range(8)], topology=Topology(num_lanes=4),
+        model=MODEL, hardware=loaded, options=PlanOptions(max_tokens_per_rank=8192, cp_comm_types=("p2p",)),
+    )  # fmt: skip
     assert planned.predicted_s > 0
 
 

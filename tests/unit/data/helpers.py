@@ -1,9 +1,6 @@
 """Small data sets and checks that several tests share."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,14 +51,6 @@ def write_records(path: Path, *records: object) -> Path:
     """Write records as JSON lines."""
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return path
-
-
-def write_unseen(path: Path, content: bytes) -> None:
-    """Write as many bytes as before (spaces at the end) and put the time back: what sizes and times do not show."""
-    before = path.stat()
-    path.write_bytes(content.ljust(before.st_size))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert path.stat().st_size == before.st_size
 
 
 def config(*data_path: object, **changes: object) -> DataConfig:

@@ -1,7 +1,5 @@
 """Tokenizers made here and now: a byte-level BPE of a few hundred tokens, saved as Hugging Face saves them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,12 +39,10 @@ def train_tokenizer(special: Sequence[str], vocab_size: int = 320) -> Tokenizer:
     made.train_from_iterator(
         TEXTS,
         trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=list(special),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            vocab_size=vocab_size, special_tokens=list(special), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
-    )
+    )  # fmt: skip
     return made
 
 

@@ -1,7 +1,5 @@
 """Chats: exactly the tokens that the assistant wrote are learned, whichever template and tokenizer write them."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -164,20 +162,16 @@ BAD_LINES = [
     (line_of([("user", "x"), ("bot", "y")]), "message 2 has role 'bot': use one of system, developer, user"),
     (b'{"messages": [{"content": "x"}]}', "message 1 has role None"),
     (b'{"messages": [{"role": "user"}]}', "message 1 (user): its content is missing"),
-    (
-        b'{"messages": [{"role": "user", "content": ["x"]}]}',
-        'a part of its content is {"type": "text", "text": ...}, not \'x\'',
-    ),
+    (b'{"messages": [{"role": "user", "content": ["x"]}]}',
+     'a part of its content is {"type": "text", "text": ...}, not \'x\''),
     (line_of([("system", "x")]), "has no assistant message to learn, 1 of system"),
     (line_of([("user", "\ufdd0"), ("assistant", "y")]), "message 1 (user) has the noncharacter"),
-    (
-        json.dumps({"messages": [{"role": "assistant", "content": "y", "tool_calls": [{"a\ufdd1": 1}]}]}).encode(),
-        "message 1 (assistant) has the noncharacter",
-    ),
+    (json.dumps({"messages": [{"role": "assistant", "content": "y", "tool_calls": [{"a\ufdd1": 1}]}]}).encode(),
+     "message 1 (assistant) has the noncharacter"),
     (line_of([("assistant", "y")], tools=[{"name": "\ufdd0"}]), "field 'tools' has the noncharacter"),
     (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "has weight 0.5: 0, which is not"),
     (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "has no assistant message to learn"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("line", "said"), BAD_LINES)
@@ -284,20 +278,15 @@ TURN = (
 ASKED = [("user", "2 plus 3?"), ("assistant", "I add them. Add!"), ("tool", "5"), ("assistant", "It is 5.")]
 LEFT_OUT = {  # what a template writes of an answer -> what it is refused for
     "calls": (THINKING + CONTENT, "message 2 (assistant): ... leaves out its call of 'add'"),
-    "arguments": (
-        THINKING + CONTENT + CALLS.replace("ARGUMENTS", ""),
-        "message 2 (assistant): ... leaves out its call of 'add' (argument 'a')",
-    ),
+    "arguments": (THINKING + CONTENT + CALLS.replace("ARGUMENTS", ""),
+        "message 2 (assistant): ... leaves out its call of 'add' (argument 'a')"),
     "content beside calls": (
         THINKING + "{% if m.tool_calls %}" + WITH_ARGUMENTS + "{% else %}{{ m.content }}{% endif %}",
-        "message 2 (assistant): ... leaves out its content",
-    ),
+        "message 2 (assistant): ... leaves out its content"),
     "reasoning": (CONTENT + WITH_ARGUMENTS, "message 2 (assistant): ... leaves out its reasoning"),
-    "reasoning within the content": (
-        THINKING + "{{ m.content.split('!')[-1] }}" + WITH_ARGUMENTS,
-        "message 2 (assistant): ... leaves out part of its content, and writes",
-    ),
-}
+    "reasoning within the content": (THINKING + "{{ m.content.split('!')[-1] }}" + WITH_ARGUMENTS,
+        "message 2 (assistant): ... leaves out part of its content, and writes"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("marked", [False, True])

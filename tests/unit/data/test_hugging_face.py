@@ -1,7 +1,5 @@
 """Tokenizers of local files: the tokens of transformers, in every source, with an index that knows them."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import os

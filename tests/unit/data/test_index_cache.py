@@ -1,7 +1,5 @@
 """The cache of indexes: used while it is true, made anew when the data changed, never trusted blindly."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import logging

@@ -1,7 +1,5 @@
 """The file of an index: what is not as it was written is noticed, and writing it leaves a whole one or none."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import resource

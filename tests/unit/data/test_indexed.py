@@ -1,7 +1,5 @@
 """Megatron's .bin/.idx, written by megatron-core's own builder."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """tools/preprocess_data.py: the same files for any number of processes, whole or not at all; training reads them."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,11 +1,5 @@
-"""Chat templates as models release them: text and loss are those of transformers, for ten kinds of chats; where these
-texts leave out what somebody says, the chat is refused.
-
-The templates are those that TRL ships, of released models and its own with {% generation %}; no code of TRL is
-imported.
-"""
-
-from __future__ import annotations
+"""Chat templates as models release them (those TRL ships): text and loss are those of transformers, for ten kinds of
+chats, or the chat is refused where a text leaves out what somebody says."""
 
 import datetime
 import importlib.util
@@ -183,11 +177,7 @@ class Judge:
         return pairs(ids, [start <= place < stop for place in range(len(ids))])
 
     def start(self, messages, turn, tools, ids):
-        """Return how much of the generation prompt a text has.
-
-        If it has earlier messages in another way: where what the prompt adds to them ends last, or if the answer goes
-        on in the turn before, where that would end.
-        """
+        """Return how much of the generation prompt a text has, also where earlier messages have another text there."""
         prompt, before = self.ids(messages[:turn], tools, add_generation_prompt=True), self.ids(messages[:turn], tools)
         if len(shared(prompt, ids)) >= len(shared(prompt, before)):
             return len(shared(prompt, ids))

@@ -1,6 +1,4 @@
-"""Refinement finds planted factors under noise, leaves alone what it cannot see, and stays a function of its input."""
-
-from __future__ import annotations
+"""Refinement finds planted factors under noise; which iteration is planned with which, also after a resume."""
 
 import json
 import math
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.learning.multipliers import MOST, TERMS, Multipliers
+from dynamic_cp.learning.multipliers import MOST, TERMS, Coefficients, Multipliers
 from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.learning.refinement import MIN_OBSERVATIONS, MOST_AT_ONCE, RefinedHardware, refine
 from dynamic_cp.plans.padding import round_up
@@ -25,41 +23,26 @@ TOPOLOGY = Topology(num_lanes=8, ranks_per_node=8)
 OPTIONS = PlanOptions(max_tokens_per_rank=4096, bytes_per_element=4, cp_comm_types=("p2p",))
 # Like a real machine's: a few layers of overhead weigh as much as a hundred tokens, an exchange as much as attention.
 HARDWARE = replace(
-    TINY_HARDWARE,
-    source={"linear_flops_per_s": "measured last week"},
-    bandwidth_in_node_bytes_per_s=4e7,
-    forward_overhead_s_per_layer=2e-4,
-    backward_overhead_s_per_layer=4e-4,
-)
+    TINY_HARDWARE, source={"linear_flops_per_s": "measured last week"}, bandwidth_in_node_bytes_per_s=4e7,
+    forward_overhead_s_per_layer=2e-4, backward_overhead_s_per_layer=4e-4,
+)  # fmt: skip
 PLANTED = Multipliers(linear=1.4, attention=0.7, exchange=1.5, overhead=0.75, linear_backward=1.2)
 
 
 def somewhere(rng: random.Random, topology: Topology, cp_size: int, lengths: list[int]) -> Observation:
     """Return a bucket of these lengths that takes a second on lanes, stage and chunk drawn at random."""
     return Observation(
-        cp_size=cp_size,
-        first_lane=rng.randrange(topology.num_lanes // cp_size) * cp_size,
-        tokens=sum(lengths),
-        tokens_squared=sum(length**2 for length in lengths),
-        forward_s=1.0,
-        backward_s=1.0,
-        stage=rng.randrange(topology.pp_size),
-        chunk=rng.randrange(topology.vp_size),
-    )
+        cp_size=cp_size, first_lane=rng.randrange(topology.num_lanes // cp_size) * cp_size, tokens=sum(lengths),
+        tokens_squared=sum(length**2 for length in lengths), forward_s=1.0, backward_s=1.0,
+        stage=rng.randrange(topology.pp_size), chunk=rng.randrange(topology.vp_size),
+    )  # fmt: skip
 
 
 def observe(
-    truth: Multipliers,
-    *,
-    num: int = 300,
-    noise: float = 0.05,
-    outliers: float = 0.0,
-    cp_sizes: tuple[int, ...] = (1, 2, 4, 8),
-    topology: Topology = TOPOLOGY,
-    hardware: Hardware = HARDWARE,
-    options: PlanOptions = OPTIONS,
-    seed: int = 1,
-) -> list[Observation]:
+    truth: Multipliers, *, num: int = 300, noise: float = 0.05, outliers: float = 0.0,
+    cp_sizes: tuple[int, ...] = (1, 2, 4, 8), topology: Topology = TOPOLOGY, hardware: Hardware = HARDWARE,
+    options: PlanOptions = OPTIONS, seed: int = 1,
+) -> list[Observation]:  # fmt: skip
     """Return measurements of a machine on which `truth` holds: log-normal noise, outliers 2 to 10 times too long."""
     rng = random.Random(seed)
     problem = Problem(topology=topology, model=TINY_MODEL, hardware=truth.apply(hardware), options=options)
@@ -313,3 +296,45 @@ def test_bad_multipliers_are_refused(changes: dict[str, object], message: str) -
 def test_bad_iterations_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="iterations 5 to 4 are not a range"):
         refined([], iterations=(5, 4))
+
+
+FIRST, SECOND = Multipliers(linear=1.5), Multipliers(linear=1.25, exchange=2.0)
+
+
+def test_each_iteration_has_the_latest_change_before_it() -> None:
+    coefficients = Coefficients(base=TINY_HARDWARE).changed(23, FIRST).changed(43, SECOND)
+    expected = {1: Multipliers(), 22: Multipliers(), 23: FIRST, 42: FIRST, 43: SECOND, 1000: SECOND}
+    assert {iteration: coefficients.multipliers(iteration) for iteration in expected} == expected
+    assert coefficients.hardware(22) == TINY_HARDWARE
+    assert coefficients.hardware(23) == FIRST.apply(TINY_HARDWARE) != TINY_HARDWARE
+
+
+def test_a_resumed_run_plans_what_was_in_flight_as_before() -> None:
+    """Measured up to 40, in use from 43 on (look-ahead 2), saved at 41: 42 is planned with the older factors again."""
+    coefficients = Coefficients(base=TINY_HARDWARE).changed(23, FIRST).changed(43, SECOND, oldest=41)
+    resumed = Coefficients.from_dict(TINY_HARDWARE, json.loads(json.dumps(coefficients.to_dict())))
+    assert resumed == coefficients
+    assert [resumed.multipliers(iteration) for iteration in (41, 42, 43)] == [FIRST, FIRST, SECOND]
+
+
+def test_what_nobody_asks_for_any_more_is_forgotten() -> None:
+    coefficients = Coefficients(base=TINY_HARDWARE)
+    for number in range(1, 50):
+        factors = Multipliers(linear=1 + number / 100)
+        coefficients = coefficients.changed(20 * number + 3, factors, oldest=20 * number)
+        assert len(coefficients.changes) <= 2
+        assert coefficients.multipliers(20 * number).linear == (1 + (number - 1) / 100 if number > 1 else 1)
+
+
+@pytest.mark.parametrize("first", [0, -1, 22, 23, True, "24"])
+def test_changes_go_forward(first: object) -> None:
+    with pytest.raises(InvalidInputError, match="coefficients change at iterations"):
+        Coefficients(base=TINY_HARDWARE).changed(23, FIRST).changed(first, SECOND)
+
+
+@pytest.mark.parametrize(
+    "data", [{}, [], {"changes": 1}, {"changes": [[1]]}, {"changes": [[1, 2]]}, {"changes": [[1, {"linear": 2.0}]]}]
+)
+def test_nonsense_is_refused(data: object) -> None:
+    with pytest.raises(InvalidInputError, match="saved"):
+        Coefficients.from_dict(TINY_HARDWARE, data)

@@ -1,7 +1,5 @@
 """Named workloads: the frozen draws again, what is bundled is what its sources say, and overlong documents."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -14,13 +12,7 @@ from hypothesis import strategies as st
 
 import dynamic_cp
 from dynamic_cp.decide.distribution import describe
-from dynamic_cp.decide.workloads import (
-    OVERLONG_POLICIES,
-    draw_lengths,
-    longest_length,
-    workload_names,
-    workload_source,
-)
+from dynamic_cp.decide.workloads import OVERLONG_POLICIES, draw_lengths, longest_length, workload_names, workload_source
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from tests.unit.support import CASES
 
@@ -202,13 +194,10 @@ def test_any_lognormal_text_draws_or_explains(spec, seed):
 
 @settings(max_examples=100)
 @given(
-    name=st.sampled_from(workload_names()),
-    num_samples=st.integers(1, 300),
-    seed=st.integers(0, 2**32),
-    max_seqlen=st.integers(8193, 2**21),
-    min_seqlen=st.integers(1, 8193),
+    name=st.sampled_from(workload_names()), num_samples=st.integers(1, 300), seed=st.integers(0, 2**32),
+    max_seqlen=st.integers(8193, 2**21), min_seqlen=st.integers(1, 8193),
     overlong=st.sampled_from(["truncate", "drop", "split"]),
-)
+)  # fmt: skip
 def test_any_draw_has_its_size_and_limits(name, num_samples, seed, max_seqlen, min_seqlen, overlong):
     lengths = draw_lengths(name, num_samples, seed, max_seqlen, min_seqlen, overlong)
     assert lengths.shape == (num_samples,)

@@ -1,7 +1,4 @@
-"""blocks: plans whose micro-batches are placed, chosen when they are faster; what every plan of them promises is in
-tests/property."""
-
-from __future__ import annotations
+"""blocks: plans whose micro-batches are placed, chosen when they are faster."""
 
 import random
 from collections.abc import Sequence
@@ -192,9 +189,7 @@ def test_a_plan_whose_lanes_fetch_too_much_is_refused() -> None:
 
 
 def test_heads_are_exchanged_where_that_is_faster_and_allowed() -> None:
-    """Long causal samples on two nodes of 8 H100; inner groups have a size that divides 16 lanes.
-
-    A fast search has no time for all sizes in the step of one layer."""
+    """Long causal samples on two nodes of 8 H100; inner groups have a size that divides 16 lanes."""
     samples = samples_of([140000, 9000])
     given = job(16, 16384, cp_comm_types=("blocks",))
     given |= {

@@ -1,7 +1,5 @@
 """The ring of latents: its price by hand, what it sends and keeps, and that the planner takes it where it pays."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,14 +1,16 @@
-"""What all mechanisms have in common: a name that buckets know, inner sizes that buckets accept, prices, bytes."""
+"""What all mechanisms have in common; heads and bytes of every exchange, counted by moving tensors on paper."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import pytest
 
+from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.mechanisms.transfers import sent_bytes
+from dynamic_cp.mechanisms.transfers import heads_of_rank, kv_heads_of, sent_bytes
 from dynamic_cp.types import CHOICES, CP_COMM_TYPES, Attention, Bucket, Topology
+from tests.sent_bytes import sent_by
 from tests.unit.support import TINY_MODEL, problem_of
 
 HEADS = Sharing(heads=(8, 2), node_lanes=4)
@@ -87,3 +89,130 @@ def test_one_shape_of_exchange_in_its_limits():
 def test_names_for_people():
     assert [str(Attention(name, 2)) for name in CP_COMM_TYPES] == ["p2p", "a2a", "all_gather", "a2a+p2p/2"]
     assert str(Attention()) == "p2p"
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "inner", "copies", "per_lane"),
+    [(32, 32, 8, 1, 4), (32, 8, 8, 1, 1), (32, 4, 8, 2, 1), (32, 1, 8, 8, 1), (24, 6, 4, 2, 3), (7, 7, 1, 1, 7)],
+)
+def test_heads_by_hand(query_heads, kv_heads, inner, copies, per_lane):
+    assert kv_heads_of(query_heads, kv_heads, inner) == (copies, per_lane)
+
+
+def test_every_lane_has_the_kv_heads_of_its_query_heads():
+    """The rule of the docstring for all small numbers: lanes hold whole groups, and gathering is never cheaper."""
+    num_repeated = 0
+    for kv_heads in range(1, 13):
+        for group in range(1, 17):
+            query_heads = kv_heads * group
+            for inner in (1, 2, 4, 8, 16):
+                if query_heads % inner:
+                    with pytest.raises(UnsupportedFeatureError, match=f"{query_heads} query heads .* {inner} lanes"):
+                        kv_heads_of(query_heads, kv_heads, inner)
+                    continue
+                copies, per_lane = kv_heads_of(query_heads, kv_heads, inner)
+                repeated = [head for head in range(kv_heads) for _ in range(copies)]
+                assert per_lane * inner == len(repeated)
+                queries = query_heads // inner
+                assert queries % per_lane == 0
+                for lane in range(inner):
+                    held = repeated[lane * per_lane : (lane + 1) * per_lane]
+                    for index in range(queries):
+                        served_by = (lane * queries + index) // group
+                        assert held[index // (queries // per_lane)] == served_by
+                assert per_lane <= kv_heads
+                num_repeated += copies > 1
+    assert num_repeated > 100
+
+
+def test_heads_of_a_tp_rank():
+    assert heads_of_rank(TINY_MODEL, 1) == (4, 2)
+    assert heads_of_rank(TINY_MODEL, 2) == (2, 1)
+    assert heads_of_rank(TINY_MODEL, 4) == (1, 1)
+    assert heads_of_rank(TINY_MODEL, 3) is None
+    assert heads_of_rank(replace(TINY_MODEL, num_attention_heads=12, num_query_groups=3), 2) is None
+
+
+def test_every_tp_rank_has_the_kv_heads_of_its_query_heads():
+    """Of 12 query and 3 KV heads on 4 ranks, rank 1 would have query heads 3 to 5, of KV heads 0 and 1."""
+    num_possible = 0
+    for kv_heads in range(1, 9):
+        for group in range(1, 9):
+            model = replace(TINY_MODEL, num_attention_heads=kv_heads * group, num_query_groups=kv_heads)
+            for tp_size in range(1, 17):
+                heads = heads_of_rank(model, tp_size)
+                if heads is None:
+                    continue
+                num_possible += 1
+                query_heads, held = heads
+                for rank in range(tp_size):
+                    serving = {head // group for head in range(rank * query_heads, (rank + 1) * query_heads)}
+                    assert len(serving) == held, (kv_heads, group, tp_size)
+    assert num_possible > 150
+
+
+WIDTH, ELEMENT, TOKENS = TINY_MODEL.kv_channels, 2, 10
+HEAD = TOKENS * WIDTH * ELEMENT
+"""Bytes of one head of a rank's tokens."""
+
+
+def sent(cp_size: int, exchange: str, inner: int = 1, query_heads: int = 8, kv_heads: int = 8):
+    model = replace(TINY_MODEL, num_attention_heads=query_heads, num_query_groups=kv_heads)
+    bucket = Bucket(first_lane=0, cp_size=cp_size, cp_comm_type=exchange, inner_cp_size=inner)
+    return sent_by(bucket, TOKENS, model, 1, ELEMENT)
+
+
+def counted_inner(inner: int, query_heads: int, kv_heads: int) -> int:
+    """Rank 0 sends each other lane its query heads (and gets as many outputs), and the KV heads that serve them."""
+    copies, per_lane = kv_heads_of(query_heads, kv_heads, inner)
+    others = 0
+    for lane in range(1, inner):
+        queries = range(lane * query_heads // inner, (lane + 1) * query_heads // inner)
+        keys = [head // copies for head in range(lane * per_lane, (lane + 1) * per_lane)]
+        assert {head * kv_heads // query_heads for head in queries} == set(keys)
+        outputs = query_heads // inner  # what rank 0 computed of the tokens of that lane
+        others += len(queries) + 2 * len(keys) + outputs
+    return others * HEAD
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "exchange", "inner", "query_heads", "kv_heads"),
+    [
+        (1, "p2p", 1, 8, 8),
+        (8, "p2p", 1, 8, 2),
+        (8, "all_gather", 1, 8, 8),
+        (8, "a2a", 8, 8, 8),
+        (8, "a2a", 8, 8, 2),
+        (8, "a2a+p2p", 4, 8, 8),
+        (8, "a2a+p2p", 2, 8, 1),
+        (32, "a2a+p2p", 8, 24, 6),
+    ],
+)
+def test_bytes_by_counting(cp_size, exchange, inner, query_heads, kv_heads):
+    found = sent(cp_size, exchange, inner, query_heads, kv_heads)
+    copies, per_lane = kv_heads_of(query_heads, kv_heads, inner)
+    # Of the tokens of its inner group a rank holds some heads; those go round the ring.
+    shard = inner * per_lane * 2 * HEAD
+    assert found.ring_step == shard == copies * kv_heads * 2 * HEAD
+    assert found.ring_steps == cp_size // inner - 1
+    assert found.inner == counted_inner(inner, query_heads, kv_heads)
+    assert found.inner_steps == (4 if inner > 1 else 0)
+    assert found.forward == found.ring_steps * shard + found.inner
+    assert found.backward == 2 * found.ring_steps * shard + found.inner
+
+
+def test_a_hierarchy_sends_3_shards_over_the_nic_where_the_ring_sends_31():
+    """What makes larger groups pay across nodes; the shards are equally large."""
+    flat, both = sent(32, "p2p"), sent(32, "a2a+p2p", 8)
+    assert (flat.ring_steps, both.ring_steps) == (31, 3)
+    assert flat.ring_step == both.ring_step
+
+
+def test_figures_of_the_drawing_of_the_four_exchanges():
+    """docs/drawings/exchanges: CP 8 on two nodes of 4 lanes, in keys and values of a lane's tokens."""
+    kv = 16 * HEAD
+    assert sent(8, "p2p")[:2] == sent(8, "all_gather")[:2] == (kv, 7)
+    assert (sent(8, "a2a").inner, sent(8, "a2a").ring_steps) == (1.75 * kv, 0)
+    two_levels = sent(8, "a2a+p2p", 4)
+    assert (two_levels.inner, two_levels.ring_step, two_levels.ring_steps) == (1.5 * kv, kv, 1)
+    assert sent(8, "a2a").inner * 4 / 7 == kv  # 4 of the 7 others are on the other node

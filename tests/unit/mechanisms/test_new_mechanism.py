@@ -1,7 +1,5 @@
 """A mechanism that shares unevenly and has no closed form needs one class and its name: everything else asks it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -75,16 +73,11 @@ def plan_with(max_tokens_per_rank: int = 64) -> Plan:
     """Return 2 lanes that use it beside 2 that do not, then two groups that do."""
     first, second, third, fourth, fifth = samples_of([32, 7, 9, 32, 32])
     rows = (
-        (
-            Bucket(first_lane=0, cp_size=2, cp_comm_type=NAME, samples=(first,)),
-            Bucket(first_lane=2, samples=(second,)),
-            Bucket(first_lane=3, samples=(third,)),
-        ),
-        (
-            Bucket(first_lane=0, cp_size=2, cp_comm_type=NAME, samples=(fourth,)),
-            Bucket(first_lane=2, cp_size=2, cp_comm_type=NAME, samples=(fifth,)),
-        ),
-    )
+        (Bucket(first_lane=0, cp_size=2, cp_comm_type=NAME, samples=(first,)),
+         Bucket(first_lane=2, samples=(second,)), Bucket(first_lane=3, samples=(third,))),
+        (Bucket(first_lane=0, cp_size=2, cp_comm_type=NAME, samples=(fourth,)),
+         Bucket(first_lane=2, cp_size=2, cp_comm_type=NAME, samples=(fifth,))),
+    )  # fmt: skip
     return plan_of_buckets(*rows, topology=TOPOLOGY, max_tokens_per_rank=max_tokens_per_rank)
 
 

@@ -1,7 +1,5 @@
 """Memory by hand on a tiny model, in closed form on schedules, plausible on a real one."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -456,8 +454,7 @@ def test_the_ring_keeps_the_keys_and_values_of_the_whole_bucket():
 
 
 def test_a_hierarchy_keeps_the_keys_and_values_of_its_ring():
-    """4 query heads, 2 KV heads of 8 bytes both: inner size 2 keeps 8 / 2 times 16 bytes a token, inner size 4 repeats
-    KV heads once, 2 times 32 bytes; either also 32 bytes of queries and outputs."""
+    """4 query heads, 2 KV heads of 8 bytes: size 2 keeps 8 / 2 * 16 bytes a token, size 4 repeats heads: 2 * 32."""
     model = memory(Topology(num_lanes=8), cp_comm_types=("a2a+p2p",))
     assert [model.peak_at(10, cp)[0].exchange_bytes for cp in (2, 4, 8)] == [0, 10 * (32 + 2 * 16), 10 * (32 + 4 * 16)]
     bucket = Bucket(first_lane=0, cp_size=8, samples=samples_of([80]), cp_comm_type="a2a+p2p", inner_cp_size=4)

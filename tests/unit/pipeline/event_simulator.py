@@ -1,10 +1,4 @@
-"""A second simulator, written from the rules alone: a heap of ends and arrivals instead of a longest path.
-
-It knows nothing of the order in which operations can run, and it books every nanosecond of every (stage, lane) while
-it passes, so it also judges the split of the time.
-"""
-
-from __future__ import annotations
+"""A second simulator, by the rules alone: a heap of ends and arrivals, which books every ns of every (stage, lane)."""
 
 import heapq
 from collections import Counter
@@ -35,11 +29,8 @@ def megatron_lists(plan) -> dict:
 
 
 def play(plan, costs, lists, longer_ns=None, waiting=None) -> Played:
-    """Run `lists` ((stage, lane) -> operations); `costs`: id of a bucket's first sample -> BucketCost.
-
-    `longer_ns`: (kind, micro-batch, lane) -> by how much a lane takes longer than its bucket's price; absent = not.
-    `waiting`: [micro-batch] -> lane -> all lanes that start together with it; absent = those of its bucket.
-    """
+    """Run `lists` ((stage, lane) -> operations); `costs`: id of a bucket's first sample -> BucketCost. `longer_ns`:
+    (kind, micro-batch, lane) -> more than that; `waiting`: [micro-batch] -> lane -> who starts together with it."""
     longer_ns = longer_ns or Counter()
     pp, vp = plan.topology.pp_size, plan.topology.vp_size
     last = pp * vp - 1

@@ -1,7 +1,5 @@
 """Lanes that share experts: their price from its definition, an independent simulation, and lists that deadlock."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace

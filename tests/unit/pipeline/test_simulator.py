@@ -1,7 +1,5 @@
 """The longest path against an independent event-driven simulation and closed forms."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from itertools import pairwise
@@ -42,16 +40,12 @@ def random_case(rng: random.Random):
 
     costs = {
         sample.sample_id: BucketCost(
-            forward_s=milliseconds(1, 9),
-            backward_s=milliseconds(1, 19),
-            p2p_s=milliseconds(0, 3),
-            embedding_forward_s=milliseconds(0, 3, with_edges),
-            embedding_backward_s=milliseconds(0, 2, with_edges),
-            head_forward_s=milliseconds(0, 4, with_edges),
-            head_backward_s=milliseconds(0, 6, with_edges),
+            forward_s=milliseconds(1, 9), backward_s=milliseconds(1, 19), p2p_s=milliseconds(0, 3),
+            embedding_forward_s=milliseconds(0, 3, with_edges), embedding_backward_s=milliseconds(0, 2, with_edges),
+            head_forward_s=milliseconds(0, 4, with_edges), head_backward_s=milliseconds(0, 6, with_edges),
         )
         for sample in plan.samples
-    }
+    }  # fmt: skip
     return plan, costs
 
 

@@ -1,7 +1,5 @@
 """Small micro-batches with any mask, and what a placement of one must be, pair by pair."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -52,13 +50,10 @@ def random_samples(rng: random.Random, most: int = 5) -> list[Sample]:
 
 def random_problem(rng: random.Random) -> PlacementProblem:
     return PlacementProblem(
-        num_lanes=rng.choice([1, 2, 3, 4, 5, 7, 8, 12]),
-        node_lanes=rng.choice([1, 2, 3, 4, 8]),
-        row_bytes=rng.choice([1, 4]),
-        column_bytes=rng.choice([1, 2]),
-        token_tolerance=rng.choice([0.0, 0.05, 0.3]),
+        num_lanes=rng.choice([1, 2, 3, 4, 5, 7, 8, 12]), node_lanes=rng.choice([1, 2, 3, 4, 8]),
+        row_bytes=rng.choice([1, 4]), column_bytes=rng.choice([1, 2]), token_tolerance=rng.choice([0.0, 0.05, 0.3]),
         work_tolerance=rng.choice([0.0, 0.1]),
-    )
+    )  # fmt: skip
 
 
 def assert_legal(placed: Placed, samples: list[Sample], problem: PlacementProblem) -> None:

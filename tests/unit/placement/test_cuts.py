@@ -1,6 +1,4 @@
-"""Homes cut to what lanes use of them: the same tokens and pairs where they were, and less to fetch."""
-
-from __future__ import annotations
+"""Homes cut to what lanes use, or shared out where one lane would send most: the same pairs where they were."""
 
 import random
 from collections import Counter, defaultdict
@@ -10,10 +8,24 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from dynamic_cp.placement.cuts import Cut, trimmed
+from dynamic_cp.placement.cuts import Cut, spread, trimmed
+from dynamic_cp.placement.divisions import LinkRates
 from dynamic_cp.placement.legal import tiles_between, why_misplaced, with_masks
-from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, KeyRanges, Lambda, Mask, Placement, Sample, parse_mask_rule
-from tests.placements import random_placement
+from dynamic_cp.placement.problem import Lanes
+from dynamic_cp.placement.transport import fetches_of, messages_of
+from dynamic_cp.types import (
+    CAUSAL,
+    FULL,
+    CausalBlockwise,
+    KeyRanges,
+    Lambda,
+    Mask,
+    Placement,
+    Sample,
+    SharedQuestion,
+    parse_mask_rule,
+)
+from tests.placements import random_lanes, random_placement, random_samples
 from tests.unit.placement.instances import dense, placement_of, random_ranges, touched_by
 
 SEEDS = range(40)
@@ -190,10 +202,7 @@ def test_trimmed_homes_keep_tokens_and_pairs_where_they_are(kind: str) -> None:
 @pytest.mark.by_day("full", "shared_question", "ranges")
 @pytest.mark.parametrize("kind", MASKS)
 def test_nothing_is_fetched_that_is_unused_but_for_rounding(kind: str) -> None:
-    """Every 32nd of a home that a lane fetches has something that the lane needs, and homes are cut for no more.
-
-    Where that made more than four homes of one in the mean, it is four 32nds, or sixteen, together.
-    """
+    """Every 32nd of a home that a lane fetches, or four or sixteen of them, has something that it needs."""
     fewer = num_steps = 0
     strides: Counter[int] = Counter()
     for seed in SEEDS:
@@ -242,3 +251,201 @@ def test_homes_do_not_become_many_more() -> None:
     assert why_misplaced(cut.placement, (sample,), 16, CAUSAL) is None
     before, after = (fetched_tokens(one) for one in (placement_of(homes, tiles), cut.placement))
     assert after <= before
+
+
+def sent_s(placement: Placement, lanes: Lanes, rates: LinkRates) -> np.ndarray:
+    """Return [home] how long its lane sends it: to each lane of the node that uses it, once to each other node."""
+    seconds = np.zeros(len(placement.homes))
+    sizes, holder = sizes_of(placement), placement.homes[:, 3]
+    to_lanes, to_nodes = set(), set()
+    for (lane, kind), homes in fetched_by(placement).items():
+        node = (lanes.first + lane) // lanes.of_node
+        for home in homes:
+            if node == (lanes.first + holder[home]) // lanes.of_node:
+                to_lanes.add((lane, kind, home))
+            else:
+                to_nodes.add((node, kind, home))
+    for things, bytes_per_s in ((to_lanes, rates.inside_bytes_per_s), (to_nodes, rates.across_bytes_per_s)):
+        for _, kind, home in things:
+            seconds[home] += sizes[home] * (rates.row_bytes, rates.column_bytes)[kind] / bytes_per_s
+    return seconds
+
+
+def drawn_for_many(seed: int) -> tuple[Drawn, Lanes, LinkRates, int]:
+    rng = np.random.default_rng(seed)
+    lanes = random_lanes(rng)
+    samples = random_samples(rng, 250)
+    placement = random_placement(rng, samples, lanes.number, int(rng.integers(1, 4)))
+    rates = LinkRates(*rng.choice([1.0, 2.0, 4.0], 4).tolist(), 0.0)
+    most_tokens = int(rng.choice([1.0, 1.3, 2.0]) * sum(sample.seqlen for sample in samples) / lanes.number) + 1
+    return Drawn(placement, samples, CAUSAL, lanes.number), lanes, rates, most_tokens
+
+
+def test_parts_go_to_who_sends_least_and_has_room() -> None:
+    """In plain words: the home that takes longest to send first; of equals its own lane first, which keeps the rest."""
+    seen: Counter[str] = Counter()
+    for seed in range(100):
+        one, lanes, rates, most_tokens = drawn_for_many(seed)
+        placement = spread(one.whole, one.samples, one.mask, lanes, rates, most_tokens).placement
+        seconds, own = sent_s(one.placement, lanes, rates).tolist(), one.placement.homes[:, 3].tolist()
+        of_home = defaultdict(list)
+        for part, home in enumerate(parents_of(placement, one.placement)):
+            of_home[home].append(part)
+        tokens, sends_s, sizes = [0] * lanes.number, [0.0] * lanes.number, sizes_of(placement).tolist()
+        for home, parts in of_home.items():
+            tokens[own[home]] += sum(sizes[part] for part in parts)
+            if len(parts) == 1:
+                sends_s[own[home]] += seconds[home]
+        for home in sorted(of_home, key=lambda home: (-seconds[home], home)):
+            for part in of_home[home] if len(of_home[home]) > 1 else ():
+                near = [
+                    (sends_s[lane], lane != own[home], lane)
+                    for lane in range(lanes.number)
+                    if (lanes.first + lane) // lanes.of_node == (lanes.first + own[home]) // lanes.of_node
+                ]
+                have_room = [one for one in near if one[1] and tokens[one[-1]] + sizes[part] <= most_tokens]
+                *_, lane = min([*have_room, (sends_s[own[home]], False, own[home])])
+                assert placement.homes[part, 3] == lane
+                seen["nobody has room"] += not have_room
+                tokens[own[home]] -= sizes[part]
+                seen["who sends least has no room"] += lane != min(near)[-1]
+                tokens[lane] += sizes[part]
+                sends_s[lane] += seconds[home] * sizes[part] / sum(sizes[part] for part in of_home[home])
+                seen["parts"] += 1
+    assert seen["nobody has room"] > 10
+    assert seen["who sends least has no room"] > 10
+    assert seen["parts"] > 200
+
+
+def test_shared_out_homes_stay_in_their_node_and_are_computed_where_they_were() -> None:
+    seen: Counter[str] = Counter()
+    busiest_s = np.zeros(2)
+    for seed in range(100):
+        one, lanes, rates, most_tokens = drawn_for_many(seed)
+        whole = one.whole
+        cut = spread(whole, one.samples, one.mask, lanes, rates, most_tokens)
+        placement, before = cut.placement, one.placement
+        seconds, holder = sent_s(before, lanes, rates), before.homes[:, 3]
+        node_of = (lanes.first + np.arange(lanes.number)) // lanes.of_node
+        of_lane = np.bincount(holder, seconds, lanes.number)
+        nodes = {node: np.flatnonzero(node_of == node) for node in node_of.tolist()}
+        mean_s = {node: float(of_lane[of_node].mean()) for node, of_node in nodes.items()}
+        # A home that can be cut: what its lane sends is far above the mean, and so is the home by itself.
+        hubs = [
+            home
+            for home, lane in enumerate(holder.tolist())
+            if of_lane[lane] > 1.3 * mean_s[node_of[lane]]
+            and seconds[home] > 0.5 * mean_s[node_of[lane]]
+            and sizes_of(before)[home] >= 32
+        ]
+        if cut is whole:
+            assert not hubs
+            seen["as it was"] += 1
+            continue
+        assert why_misplaced(placement, one.samples, lanes.number) is None
+        assert equal(computed(before, one.seen), computed(placement, one.seen))
+        parents = np.array(parents_of(placement, before))
+        parts_of = np.bincount(parents, minlength=len(before.homes))
+        largest = {}
+        for home in np.flatnonzero(parts_of > 1).tolist():
+            lane, parts = holder[home], np.flatnonzero(parents == home)
+            node = node_of[lane]
+            assert seconds[home] > 0.5 * mean_s[node], "homes that hardly count stay whole"
+            largest[node] = max(largest.get(node, 0.0), seconds[home])
+            assert parts_of[home] <= len(nodes[node])
+            sizes = sizes_of(placement)[parts]
+            assert sizes[0] >= 16
+            assert sizes[0] == sizes.max()
+            assert len(set(sizes[:-1].tolist())) == 1, "equal ones, and a rest"
+            assert (node_of[placement.homes[parts, 3]] == node).all()
+            seen["goes elsewhere"] += int((placement.homes[parts, 3] != lane).sum())
+            seen["in a part of a node"] += len(nodes[node]) < lanes.of_node
+        for node, most_s in largest.items():
+            senders = {int(holder[home]) for home in np.flatnonzero((seconds == most_s) & (node_of[holder] == node))}
+            assert any(of_lane[lane] > 1.3 * mean_s[node] for lane in senders), "the first one is of a busy lane"
+        assert {node_of[holder[home]] for home in hubs} == largest.keys()
+        assert np.array_equal(placement.homes[parts_of[parents] == 1], before.homes[parts_of == 1])
+        tokens = [np.array(each.home_tokens(lanes.number)) for each in (before, placement)]
+        above = tokens[1] > most_tokens
+        assert (tokens[1] <= tokens[0])[above].all(), "nobody is given more than there is room for"
+        seen["is full"] += int(above.sum())
+        found = tiles_between(Placement(placement.homes, placement.tiles[:0]), one.samples, one.mask)
+        assert cut.touched.tolist() == found.touched.tolist()
+        seen["shared out"] += 1
+        after_s = np.bincount(placement.homes[:, 3], sent_s(placement, lanes, rates), lanes.number)
+        for node in largest:
+            busiest_s += of_lane[nodes[node]].max(), after_s[nodes[node]].max()
+    for what in ("as it was", "goes elsewhere", "in a part of a node", "is full", "shared out"):
+        assert seen[what] > 10, what
+    assert 0.0 < busiest_s[1] < 0.8 * busiest_s[0], busiest_s
+
+
+BLOCKWISE = Sample(sample_id=0, seqlen=320, mask=CausalBlockwise(64, 1))
+"""Four blocks on a lane each, of which a row sees the first, its own and the one before; the last 64 rows see all."""
+BLOCKS = [(0, 64 * block, 64 * block + 64, min(block, 3)) for block in range(5)]
+RATES = LinkRates(8.0, 1.0, 2.0, 1.0, 0.0)
+
+
+def blockwise() -> Cut:
+    """Return the placement in which rows of the last block are computed where keys are, all others where they are."""
+    columns_of = (0,), (0, 1), (0, 1, 2), (0, 2, 3), range(5)
+    pairs = [(row, column) for row, columns in enumerate(columns_of) for column in columns]
+    tiles = [(row, column, BLOCKS[column if row == 4 else row][3], 0) for row, column in pairs]
+    placement = placement_of(BLOCKS, tiles)
+    assert why_misplaced(placement, (BLOCKWISE,), 4) is None
+    return Cut(placement, np.zeros(len(tiles), np.int64))
+
+
+def bytes_sent(placement: Placement, lanes: Lanes) -> list[float]:
+    """Return what lanes send each other before they compute, relays among them."""
+    messages = messages_of(fetches_of(placement, lanes), sizes_of(placement), np.array(RATES[:2]), np.zeros(2))
+    return np.bincount(messages.sender, messages.num_bytes, lanes.number).tolist()
+
+
+def test_a_last_block_that_all_lanes_fetch_is_held_by_several() -> None:
+    """64 rows of 8 bytes go to three lanes, 1536 bytes; keys of the first block to three, and of two others to one."""
+    lanes, whole = Lanes(4, 0, 4), blockwise()
+    assert bytes_sent(whole.placement, lanes) == [192, 64, 64, 1536]
+    cut = spread(whole, (BLOCKWISE,), CAUSAL, lanes, RATES, 200)
+    assert cut.placement.homes[:4].tolist() == whole.placement.homes[:4].tolist()
+    # To who sends least at a time: lane 3 (0), 1 (64) and 2 (64), and then 0 (192), as all others send more than 384.
+    assert cut.placement.homes[4:, 1:].tolist() == [[256, 272, 3], [272, 288, 1], [288, 304, 2], [304, 320, 0]]
+    # 16 rows to three lanes are 384 bytes; the 16 keys are used where those of the last block were, on lane 3.
+    assert bytes_sent(cut.placement, lanes) == [192 + 384 + 16, 64 + 384 + 16, 64 + 384 + 16, 384]
+
+
+def test_a_lane_whose_own_home_is_cut_keeps_the_limit() -> None:
+    """It holds its own home until parts of that went elsewhere: lane 2, which sends its 52 tokens to both others."""
+    samples = (Sample(sample_id=0, seqlen=153, mask=SharedQuestion(45, (36, 36, 36))),)
+    homes = [(0, 0, 48, 0), (0, 48, 101, 2), (0, 101, 153, 1)]
+    tiles = [(0, 0, 1, 0), (2, 0, 2, 0), (1, 1, 0, 0), (2, 1, 0, 0), (1, 0, 2, 0), (2, 2, 2, 0)]
+    whole = Cut(placement_of(homes, tiles), np.zeros(6, int))
+    assert why_misplaced(whole.placement, samples, 3) is None
+    cut = spread(whole, samples, CAUSAL, Lanes(3, 0, 3), LinkRates(4.0, 1.0, 1.0, 1.0, 0.0), 53)
+    assert len(cut.placement.homes) > 3
+    assert max(whole.placement.home_tokens(3)) == 53 >= max(cut.placement.home_tokens(3))
+
+
+def test_a_block_is_shared_out_in_its_own_node() -> None:
+    """Of rows that go to the other lane of the node and once to the other node, each lane of the node sends half."""
+    whole = blockwise()
+    cut = spread(whole, (BLOCKWISE,), CAUSAL, Lanes(4, 0, 2), RATES, 200)
+    assert cut.placement.homes[:4].tolist() == whole.placement.homes[:4].tolist()
+    assert cut.placement.homes[4:, 1:].tolist() == [[256, 288, 3], [288, 320, 2]]
+    # A lane that is alone in its node, or of its node in the bucket, has nobody to share with.
+    assert spread(whole, (BLOCKWISE,), CAUSAL, Lanes(4, 0, 1), RATES, 200) is whole
+    cut = spread(whole, (BLOCKWISE,), CAUSAL, Lanes(4, 1, 4), RATES, 200)
+    assert cut.placement.homes[-1, 1:].tolist() == [256, 320, 3]
+
+
+def test_a_lane_shares_out_no_more_than_it_has_to() -> None:
+    """All lanes need all keys; lane 0 sends 90 and 96 tokens to three, the others 100: half of the larger is enough."""
+    sizes, holders = (90, 96, 100, 100, 100), (0, 0, 1, 2, 3)
+    ends = np.cumsum(sizes).tolist()
+    homes = [(0, end - size, end, lane) for size, end, lane in zip(sizes, ends, holders, strict=True)]
+    tiles = [(row, column, holders[row], 0) for row in range(5) for column in range(5)]
+    whole, samples = Cut(placement_of(homes, tiles), np.zeros(25, int)), (Sample(sample_id=0, seqlen=486, mask=FULL),)
+    assert bytes_sent(whole.placement, Lanes(4, 0, 4)) == [3 * 186, 300, 300, 300]
+    cut = spread(whole, samples, CAUSAL, Lanes(4, 0, 4), RATES, 1000)
+    assert cut.placement.homes[:3, 1:].tolist() == [[0, 90, 0], [90, 138, 0], [138, 186, 1]]
+    assert cut.placement.homes[3:].tolist() == whole.placement.homes[2:].tolist()

@@ -1,7 +1,5 @@
 """Divisions: tiles come as soon as what they need can be there, each has its share of work, and rings stay rings."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from itertools import product
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Placements are legal, even, the same everywhere; their bytes are counted as a program of loops counts them."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import subprocess
@@ -193,13 +191,9 @@ def digest_of_candidates() -> str:
 @pytest.mark.nightly
 def test_another_process_finds_the_same() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DIGEST],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
+        [sys.executable, "-c", DIGEST], capture_output=True, text=True, timeout=100, check=True,
         env={"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "7"},
-    )
+    )  # fmt: skip
     assert done.stdout.split() == [digest_of_candidates()]
 
 

@@ -1,7 +1,5 @@
 """A placement is judged, becomes a programme for each lane, and its programmes fit together and have a price."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise
@@ -14,15 +12,7 @@ from dynamic_cp.placement.legal import why_misplaced
 from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of, programmes_of
 from dynamic_cp.placement.sent import TokenBytes, lane_ends_s, sent_by_lanes
-from dynamic_cp.placement.transport import (
-    ACROSS,
-    COLLECT,
-    DELIVER,
-    INSIDE,
-    Messages,
-    fetches_of,
-    messages_of,
-)
+from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, Messages, fetches_of, messages_of
 from dynamic_cp.types import CAUSAL, FULL, Placement, Sample, parse_placement
 from dynamic_cp.types.placement import COLUMN, ROW
 from tests.placements import random_placement, random_samples

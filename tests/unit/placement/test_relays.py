@@ -1,7 +1,5 @@
 """Relays: what crosses comes once to a node, from it to all who use it, and each lane of the node fetches its share."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from itertools import chain
 
@@ -110,10 +108,7 @@ def test_what_crosses_comes_once_to_a_node_and_from_its_relay_to_all_others(take
 
 
 def test_relays_are_those_of_the_rule() -> None:
-    """In plain words: largest first, each to the lane with least; three tenths more where it has to hand it on.
-
-    Of equals: to the one with least of both kinds, then to the one with least in all.
-    """
+    """In plain words: largest first, each to the lane with least, of equals the one with least in all."""
     num_relays = 0
     for seed in SEEDS:
         placement, lanes, _ = drawn(seed)
@@ -152,10 +147,7 @@ def test_relays_in_turn_are_those_of_the_rule() -> None:
 
 
 def uneven(sizes: list[int], users: list[list[int]]) -> Placement:
-    """Return a placement where lane 0 holds homes of these sizes, and users of each compute with its keys.
-
-    Users hold a token each, behind these homes; tiles that nobody has to fetch anything for are left out.
-    """
+    """Return a placement where lane 0 holds homes of these sizes, and users of each hold one token behind them."""
     ends = np.cumsum(sizes).tolist()
     homes = [(0, end - size, end, 0) for size, end in zip(sizes, ends, strict=True)]
     holders = sorted({*chain(*users)})

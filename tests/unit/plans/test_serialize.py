@@ -1,7 +1,5 @@
 """Plans survive JSON and text; anything else is a DynamicCPError, never a KeyError or TypeError."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

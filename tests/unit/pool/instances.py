@@ -1,7 +1,5 @@
 """Documents on lanes as tests of tasks draw them."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

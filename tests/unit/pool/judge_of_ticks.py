@@ -1,7 +1,5 @@
 """What would hang, said again without `tick_order`: a judge of lists of what stages run in each tick."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from dynamic_cp.errors import IllegalPlanError
@@ -12,15 +10,8 @@ StageTicks = Sequence[Sequence[Operation | None]]
 
 
 def check_ticks(ticks: StageTicks, vp_size: int, num_microbatches: int) -> None:
-    """Refuse lists with which stages would wait for each other forever.
-
-    A stage begins a tick when all stages are at it, none has to do something of the other phase, and its input is
-    there.
-
-    Raises:
-        IllegalPlanError: a stage lacks an operation, or the lists deadlock; the first line says where, those below show
-            the stages around it. `tick` is the place in the lists.
-    """
+    """Refuse lists with which stages wait forever: IllegalPlanError shows the tick and the stages around it. A stage
+    begins a tick when all are at it, none has to do something of the other phase, and its input is there."""
     pp_size = len(ticks)
     wanted = sorted(
         Operation(kind, row, chunk) for kind in KINDS for row in range(num_microbatches) for chunk in range(vp_size)

@@ -1,7 +1,5 @@
 """A pool is taken where it is faster."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -131,11 +129,9 @@ def test_a_pool_holds_every_batch_that_the_planner_holds(
 ) -> None:
     topology = Topology(num_lanes=lanes, tp_size=tp_size, pp_size=2, vp_size=vp_size, sequence_parallel=tp_size > 1)
     problem = Problem(
-        topology=topology,
-        model=MODEL,
-        hardware=HARDWARE,
+        topology=topology, model=MODEL, hardware=HARDWARE,
         options=PlanOptions(max_tokens_per_rank=limit, pool="always", cp_comm_types=("p2p",)),
-    )
+    )  # fmt: skip
     samples = [Sample(sample_id=number, seqlen=max(1, longest >> number % 8)) for number in range(16)]
     plan_problem(replace(problem, options=replace(problem.options, pool="off")), samples)
     plan = plan_batch(problem, samples).plan

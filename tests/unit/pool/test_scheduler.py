@@ -1,7 +1,5 @@
 """Tasks: all attention once, by even servers, with few bytes, the same for the same documents in any order."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

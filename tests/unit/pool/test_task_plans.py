@@ -1,7 +1,5 @@
 """Task plans: legal, the same as text, and as long as a simulation event by event says."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from dataclasses import replace
@@ -630,12 +628,10 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
     assert with_pool - without == HARDWARE.communicator_bytes_per_group > 0
     little = MemoryModel(
         Problem(
-            topology=topology,
-            model=MODEL,
-            hardware=replace(HARDWARE, hbm_bytes=planned.peak_bytes, name="little"),
+            topology=topology, model=MODEL, hardware=replace(HARDWARE, hbm_bytes=planned.peak_bytes, name="little"),
             options=options,
         )
-    )
+    )  # fmt: skip
     with pytest.raises(InfeasibleSampleError, match="the first stage keeping 7 of them"):
         plan_tasks(samples, cost_model, memory=little, num_microbatches=[8])
 

@@ -1,7 +1,5 @@
 """Small timelines that the tests of pictures, traces and pages share."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 
@@ -43,18 +41,14 @@ def timelines(case: str) -> tuple[tuple[str, Timeline], ...]:
             policy,
             simulate(
                 plan_global_batch(
-                    samples_of(seqlens),
-                    topology=topology,
-                    model=TINY_MODEL,
-                    hardware=TINY_HARDWARE,
-                    options=PlanOptions(**options),
-                    policy=policy,
+                    samples_of(seqlens), topology=topology, model=TINY_MODEL, hardware=TINY_HARDWARE,
+                    options=PlanOptions(**options), policy=policy,
                 ).plan,
                 tiny_cost_model(topology),
             ),
         )
         for policy in ("static", "dynamic")
-    )
+    )  # fmt: skip
 
 
 class PlacedCase(NamedTuple):
@@ -67,10 +61,8 @@ class PlacedCase(NamedTuple):
 
 @cache
 def placed(num_lanes: int, seqlens: tuple[int, ...], home_tokens: int, node_lanes: int = 2) -> PlacedCase:
-    """Return samples in homes of equal size on lanes in turn, with tiles anywhere, in two divisions.
-
-    The first sample is causal, the second has a window, others follow in turn.
-    """
+    """Return samples, causal or with a window, in equal homes on lanes in turn, with tiles anywhere, in two
+    divisions."""
     masks = (None, Lambda(home_tokens // 4, home_tokens))
     samples = tuple(Sample(sample_id=i, seqlen=n, mask=masks[i % 2]) for i, n in enumerate(seqlens))
     homes = [

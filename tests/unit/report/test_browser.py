@@ -1,7 +1,5 @@
 """Pages in headless Chromium, where one is installed: nothing is blocked or overflows, colours follow the reader."""
 
-from __future__ import annotations
-
 import html
 import io
 import json

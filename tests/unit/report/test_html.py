@@ -1,7 +1,5 @@
 """HTML pages: well-formed, self-contained, escaped, small, and true to the comparison or run they show."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """The tool that draws the pictures of README and docs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

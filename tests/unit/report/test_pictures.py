@@ -1,7 +1,5 @@
 """Every picture in every theme, width and corner case: what it says, that no text collides, that bytes repeat."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -33,15 +31,12 @@ matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not install
 
 RECORDS = tuple(
     RunRecord(
-        iteration=number,
-        predicted_s=1.0 + 0.1 * (number % 7),
-        measured_s=(9.0 if number == 1 else 1.1) + 0.1 * (number % 7),
-        loss=10 / number,
-        cp_histogram={1: 20 + number % 5, 4: 2, 16: number % 2},
-        tokens=1000,
+        iteration=number, predicted_s=1.0 + 0.1 * (number % 7),
+        measured_s=(9.0 if number == 1 else 1.1) + 0.1 * (number % 7), loss=10 / number,
+        cp_histogram={1: 20 + number % 5, 4: 2, 16: number % 2}, tokens=1000,
     )
     for number in range(1, 31)
-)
+)  # fmt: skip
 KNEE_POINTS = knee_points(TINY_MODEL, TINY_HARDWARE, tiny_cost_model(Topology(num_lanes=8)), (64, 256, 1024))
 
 

@@ -1,7 +1,5 @@
 """Reading what a training run wrote: records by iteration, and one line of help for every broken file."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,18 +8,10 @@ from dynamic_cp.decide.report.run import FILE_NAME, RunRecord, read_about, read_
 from dynamic_cp.errors import DataError
 
 FULL = {
-    "iteration": 2,
-    "predicted_s": 1.5,
-    "measured_s": 1.8,
-    "loss": 3.25,
-    "num_microbatches": 4,
-    "cp_histogram": {"16": 1, "2": 7},
-    "padding": 0.01,
-    "imbalance": 1.02,
-    "planner_s": 0.004,
-    "exposed_s": 0.0,
+    "iteration": 2, "predicted_s": 1.5, "measured_s": 1.8, "loss": 3.25, "num_microbatches": 4,
+    "cp_histogram": {"16": 1, "2": 7}, "padding": 0.01, "imbalance": 1.02, "planner_s": 0.004, "exposed_s": 0.0,
     "tokens": 65536,
-}
+}  # fmt: skip
 
 
 def written(tmp_path, *lines):

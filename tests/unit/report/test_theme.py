@@ -1,7 +1,5 @@
 """Colours: told apart without colour vision, and text that can be read on what is behind it."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

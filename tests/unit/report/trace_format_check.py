@@ -1,7 +1,5 @@
 """Judges events by the trace event format, and by what Perfetto needs to show them."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from itertools import pairwise
 

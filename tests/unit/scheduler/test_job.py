@@ -1,7 +1,5 @@
 """What a job's plans depend on, from each thing that can say it: names, files, dicts, configurations, the process."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -17,34 +15,19 @@ from megatron.integrations.scheduler import config as of_config
 from megatron.integrations.scheduler.job import HARDWARE, MODEL, PP, TP, job_of, job_of_environment
 
 QWEN = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 28,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
+    "model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def configuration(**more: Any) -> SimpleNamespace:
     """Return the fields that a TransformerConfig of Qwen2.5-7B has."""
     fields: dict[str, Any] = {
-        "num_layers": 28,
-        "hidden_size": 3584,
-        "ffn_hidden_size": 18944,
-        "num_attention_heads": 28,
-        "num_query_groups": 4,
-        "kv_channels": 128,
-        "gated_linear_unit": True,
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 4,
-        "virtual_pipeline_model_parallel_size": None,
-        "sequence_parallel": True,
-        "bf16": True,
-        "vocab_size": 152064,
-    }
+        "num_layers": 28, "hidden_size": 3584, "ffn_hidden_size": 18944, "num_attention_heads": 28,
+        "num_query_groups": 4, "kv_channels": 128, "gated_linear_unit": True, "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": True,
+        "bf16": True, "vocab_size": 152064,
+    }  # fmt: skip
     return SimpleNamespace(**{**fields, **more})
 
 
@@ -68,14 +51,10 @@ def test_a_configuration_says_windows_latents_modules_and_stages() -> None:
     assert (windowed.window_tokens, windowed.window_attn_skip_freq) == (128, 2)
     latent = of_config.model_of(
         configuration(
-            multi_latent_attention=True,
-            q_lora_rank=None,
-            kv_lora_rank=512,
-            qk_head_dim=128,
-            qk_pos_emb_head_dim=64,
+            multi_latent_attention=True, q_lora_rank=None, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64,
             v_head_dim=128,
         )
-    )
+    )  # fmt: skip
     assert (latent.kv_lora_rank, latent.q_lora_rank, latent.kv_channels, latent.num_query_groups) == (512, 0, 192, 28)
     assert of_config.model_of(configuration(mtp_num_layers=1)).mtp_num_layers == 1
     uneven = of_config.model_of(configuration(num_layers_in_first_pipeline_stage=4))
@@ -117,12 +96,7 @@ def test_a_configuration_says_linear_attention_whose_heads_frameworks_exchange()
         ),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "mlp"]},
-            {
-                "bytes_per_element": 2,
-                "fp32_residual": False,
-                "recompute": "selective",
-                "recompute_modules": ("mlp",),
-            },
+            {"bytes_per_element": 2, "fp32_residual": False, "recompute": "selective", "recompute_modules": ("mlp",)},
         ),
     ],
 )
@@ -133,11 +107,9 @@ def test_a_configuration_says_recomputation_and_bytes(fields: dict[str, Any], ex
 
 def test_all_of_it_reaches_the_planner() -> None:
     settings = configuration(
-        recompute_granularity="full",
-        fp32_residual_connection=True,
-        use_distributed_optimizer=True,
+        recompute_granularity="full", fp32_residual_connection=True, use_distributed_optimizer=True,
         overlap_grad_reduce=True,
-    )
+    )  # fmt: skip
     problem = job_of(settings, options={"search": "thorough", "max_cp_size": 4}).problem(8, 4096, 2)
     assert problem.topology == Topology(num_lanes=8, tp_size=2, pp_size=4, sequence_parallel=True)
     options = problem.options

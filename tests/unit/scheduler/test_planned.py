@@ -1,7 +1,5 @@
 """The scheduler class: groups that are never slower than the greedy's, and what it does where it cannot plan."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import sys
@@ -54,14 +52,9 @@ def _warns_anew() -> None:
     ],
 )
 def test_never_slower_than_the_greedy_that_it_replaces(
-    num_samples: int,
-    longest: int,
-    lanes: int,
-    pp_size: int,
-    limit: int,
-    vp_group: int | None,
+    num_samples: int, longest: int, lanes: int, pp_size: int, limit: int, vp_group: int | None,
     max_sequences: int | None,
-) -> None:
+) -> None:  # fmt: skip
     """Both as they run, with every lane of every micro-batch filled; what the plan itself promised is not enough."""
     vp_size = 1 if vp_group is None else 7
     layout = {"tp_size": 2, "pp_size": pp_size, "vp_size": vp_size, "sequence_parallel": True}

@@ -1,7 +1,5 @@
 """The values of models with experts: what they hold, what a token meets, how ranks share them, what a plan may do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

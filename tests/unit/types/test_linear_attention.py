@@ -1,7 +1,5 @@
 """Layers with linear attention: their sizes, which layers they are, and how plans name what their lanes exchange."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Masks: exact pairs, ranges of keys, text, what does not fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Stages of unlike layers: what they cost is a sum over their layers, and the heaviest is as light as can be."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import product
 from types import SimpleNamespace

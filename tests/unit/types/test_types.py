@@ -1,7 +1,5 @@
 """Values refuse what contradicts itself, dtypes of gradients and of the optimizer's state among it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -136,13 +134,10 @@ def test_what_cannot_be_is_told(given: dict[str, str], says: str) -> None:
     [
         (BF16_GRADIENTS, {"bytes_per_element": 4}, "--grad-reduce-in-bf16 is for weights in bfloat16: add --bf16"),
         (AWARE, {"bytes_per_element": 4}, "--use-precision-aware-optimizer is for weights in bfloat16"),
-        (
-            AWARE,
-            {"distributed_optimizer": False},
-            "needs an optimizer whose state the lanes share: use the distributed optimizer",
-        ),
+        (AWARE, {"distributed_optimizer": False},
+         "needs an optimizer whose state the lanes share: use the distributed optimizer"),
     ],
-)
+)  # fmt: skip
 def test_weights_and_optimizer_have_to_have_it(state: StateDtypes, changed: dict[str, Any], says: str) -> None:
     problem(state)
     with pytest.raises(InvalidInputError, match=says):
