@@ -173,6 +173,12 @@ def show_verdict(verdict: Verdict, out: Console, *, with_reason: bool = True) ->
     for text in (verdict.reason * with_reason, verdict.other_prices):
         if text:
             out.print(Text(text))
+    if verdict.settled_by:
+        out.print(Text("What would settle it:"))
+        for way in verdict.settled_by:
+            out.print(Text(f"- {way.what}"))
+            if way.command:
+                click.echo("    " + " \\\n        ".join(way.command))
 
 
 def _show_notes(comparison: Comparison, out: Console) -> None:

@@ -2,7 +2,8 @@
 
 compare_policies uses one layout for all policies, compare_settings one for each. Read in this order: `parts` (how an
 iteration is split), `values` (what a comparison holds, and speed-ups with intervals), `job` (one comparison, and one
-plan in it), `compare` (plans every batch with every policy), `verdict` (what to conclude), `as_dict` (plain data).
+plan in it), `compare` (plans every batch with every policy), `settle` (what would settle an open verdict), `verdict`
+(what to conclude), `as_dict` (plain data).
 """
 
 from dynamic_cp.decide.comparison.as_dict import SCHEMA_VERSION, judgement_to_dict, setting_to_dict, to_dict

@@ -88,6 +88,7 @@ def judgement_to_dict(comparison: Comparison) -> dict[str, Any]:
             "headline": verdict.headline,
             "reason": verdict.reason,
             "other_prices": verdict.other_prices,
+            "settled_by": [{"what": one.what, "command": " ".join(one.command) or None} for one in verdict.settled_by],
             "saved_s": dict(verdict.saved_s),
         },
     }

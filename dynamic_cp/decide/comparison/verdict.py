@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dynamic_cp.decide.comparison.parts import PART_LABELS
+from dynamic_cp.decide.comparison.settle import Way, what_settles
 from dynamic_cp.decide.comparison.values import Comparison, OtherPrice, PlanOutcome, PolicyOutcome, Speedup
 from dynamic_cp.setting import STATIC_POLICIES
 
@@ -40,6 +41,7 @@ class Verdict:
         baseline: the policy it was judged against: the fastest static one that fits in memory.
         saved_s: part -> seconds that dynamic CP saves there (negative: it spends more), largest first.
         other_prices: the gain under other prices, and which of them decide whether it pays; "" if none were tried.
+        settled_by: what would settle it if it is "unclear".
     """
 
     pays: Pays
@@ -48,6 +50,7 @@ class Verdict:
     reason: str
     saved_s: tuple[tuple[str, float], ...]
     other_prices: str = ""
+    settled_by: tuple[Way, ...] = ()
 
     @property
     def text(self) -> str:
@@ -76,7 +79,7 @@ def verdict_of(comparison: Comparison) -> Verdict | None:
         return Verdict(pays="yes", headline=headline, reason=_cp_sizes(ours, baseline), **about)
     speedups = {one.baseline: one for one in comparison.speedups}
     speedup = speedups.pop(baseline.policy)
-    pays, under_others = _with_other_prices(judged(speedup), comparison.other_prices)
+    pays, under_others, decisive = _with_other_prices(judged(speedup), comparison.other_prices)
     fitting = [one for name, one in speedups.items() if comparison.policy(name).fits_memory]
     over = "".join(f", {one.ratio:.2f}x over {one.baseline}" for one in fitting)
     at_their_best = ""
@@ -92,14 +95,15 @@ def verdict_of(comparison: Comparison) -> Verdict | None:
         headline=f"{at_their_best}dynamic CP {says} {factor(speedup)}{over}{small}",
         reason=" ".join(_reasons(comparison, ours, baseline, speedup)),
         other_prices=under_others,
+        settled_by=what_settles(comparison, ours, baseline, decisive) if pays == "unclear" else (),
         **about,
     )
 
 
-def _with_other_prices(pays: Pays, others: Sequence[OtherPrice]) -> tuple[Pays, str]:
-    """Return whether a gain pays under all prices, and a sentence with its range and the prices that decide."""
+def _with_other_prices(pays: Pays, others: Sequence[OtherPrice]) -> tuple[Pays, str, Sequence[OtherPrice]]:
+    """Return whether a gain pays under all prices, a sentence with its range, and the prices that decide."""
     if not others:
-        return pays, ""
+        return pays, "", ()
     low, high = (choose(others, key=lambda one: one.speedup.ratio) for choose in (min, max))
     text = (
         f"Under other prices the gain is {low.speedup.ratio:.2f}x (with {low.name}) to {high.speedup.ratio:.2f}x "
@@ -107,9 +111,9 @@ def _with_other_prices(pays: Pays, others: Sequence[OtherPrice]) -> tuple[Pays, 
     )
     decisive = [one for one in others if judged(one.speedup) != "yes"]
     if pays != "yes" or not decisive:
-        return pays, text
+        return pays, text, ()
     least = "; ".join(f"with {one.name} {factor(one.speedup)}" for one in decisive)
-    return "unclear", f"{text} Prices decide whether it pays: {least}."
+    return "unclear", f"{text} Prices decide whether it pays: {least}.", decisive
 
 
 def _at_its_best(one: PolicyOutcome) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
+import click
 import pytest
 
+from dynamic_cp.decide.cli.app import group
 from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.decide.comparison.values import OtherPrice, speedup_of
 from dynamic_cp.decide.comparison.verdict import verdict_of
@@ -103,3 +106,58 @@ def test_prices_that_decide_are_named() -> None:
     assert turned.pays == "unclear"
     assert "dynamic CP may pay" in turned.headline
     assert "Prices decide whether it pays: with fast attention 1.01x" in turned.other_prices
+
+
+def test_what_is_open_comes_with_what_would_settle_it() -> None:
+    """Each price that decides once, with a command where one measures it; and what both settings cost side by side."""
+    shipped = replace(comparison(), model_name="llama-3-8b", hardware_name="h100-local", is_tuned=True)
+    decided = verdict_of(replace(shipped, other_prices=(gain("links half as fast", 1.2),)))
+    assert decided is not None
+    assert decided.settled_by == (), "nothing is open"
+    names = ["links half as fast", "attention 30% slower", "attention 30% faster"]
+    names += [*(one.name for one in PRICE_SETS[:2]), "gradients reduced in the open"]
+    turned = verdict_of(replace(shipped, other_prices=tuple(gain(name, 1.01) for name in names)))
+    assert turned is not None
+    links, attention, *questions, both = turned.settled_by
+    num_gpus = shipped.topology.world_size
+    assert num_gpus > 8
+    assert links.what.startswith("links: on 2 nodes, about 5 minutes, 1.3 GPU hours; ")
+    assert links.command[0].startswith("torchrun --nnodes 2 --node-rank $NODE_RANK ")
+    assert links.command[0].endswith(" --nproc-per-node 8")
+    assert attention.command[0] == "dynamic-cp profile"
+    for way in (links, attention):
+        assert way.command[-2:] == (
+            f"--model llama-3-8b --tp {shipped.topology.tp_size}", "--hardware h100-local --output measured.json"
+        )  # fmt: skip
+    assert [way.what.partition(":")[0] for way in questions] == ["TP collectives", "TP collectives", "gradients"]
+    ours, theirs = shipped.policy("dynamic"), shipped.policy(turned.baseline)
+    steps = 30 * (ours.iteration_s + theirs.iteration_s) / (theirs.iteration_s - ours.iteration_s)
+    hours = 30 * num_gpus * (ours.iteration_s + theirs.iteration_s) / 3600
+    assert both.what.startswith(f"both settings, 30 steps each on {num_gpus} GPUs: ")
+    assert f" and {hours:.2f} GPU hours without start-up" in both.what
+    assert f"a run has that back after {round(steps)} steps" in both.what
+
+    engine = verdict_of(replace(shipped, hardware_name="h100", other_prices=(gain("attention 30% slower", 1.01),)))
+    assert engine is not None
+    assert len(engine.settled_by) == 1, "a profile measures local layers: TransformerEngine's are run"
+
+
+def test_each_set_of_prices_is_known_or_run() -> None:
+    """What a new set of prices needs is decided once, here."""
+    shipped = replace(comparison(), hardware_name="h100-local")
+    for prices in PRICE_SETS:
+        turned = verdict_of(replace(shipped, other_prices=(gain(prices.name, 1.01),)))
+        assert turned is not None
+        assert len(turned.settled_by) == 2, prices.name
+
+
+def test_the_command_of_a_profile_is_one() -> None:
+    """The words that are printed are taken by the commands that they name."""
+    shipped = replace(comparison(), model_name="llama-3-8b", hardware_name="h100-local")
+    turned = verdict_of(replace(shipped, other_prices=(gain("attention 30% slower", 1.01),)))
+    assert turned is not None
+    words = shlex.split(" ".join(turned.settled_by[0].command))
+    assert words[:2] == ["dynamic-cp", "profile"]
+    command = group.get_command(click.Context(group), "profile")
+    assert command is not None
+    command.make_context("profile", words[2:])
