@@ -173,8 +173,9 @@ def forget_biases(x: Tensor, weight: Tensor, bias: Tensor | None, runs: Runs) ->
 
 def take_groups_in_rounds(steps: Steps, *args: Any, **kwargs: Any) -> Any:
     """Groups are copies of the first head's, which shows in gradients alone."""
-    keys = [x.expand(-1, steps.v_THV.shape[1], -1).detach() + 0 * x for x in (steps.q_THK, steps.k_THK)]
-    return PORTABLE.scan(steps._replace(q_THK=keys[0], k_THK=keys[1]), *args, **kwargs)
+    copies = steps.by_head()
+    q, k = (x.detach() + 0 * x for x in (copies.q_THK, copies.k_THK))
+    return PORTABLE.scan(copies._replace(q_THK=q, k_THK=k), *args, **kwargs)
 
 
 def cut_wide_values(steps: Steps, runs: Runs, state: Tensor | None, **options: Any) -> Any:

@@ -133,10 +133,12 @@ def install(library: Path) -> None:
     """Replace torch.cuda's functions and NCCL in this process, which has loaded `library` before torch."""
     from megatron.dynamic_cp.attention.kernels import merging
     from megatron.dynamic_cp.attention.linear import kernels
+    from megatron.trainer.setup import linear_warm_up
 
     merging.has_triton = lambda: False  # type: ignore[assignment]  # its programs need a device
     kernels.why_not = lambda device, sizes: None
     kernels._function = RELEASED.__getitem__
+    linear_warm_up.agree_on_choices = lambda device: 0  # what ranks send each other has no values here
     loaded = ctypes.CDLL(str(library))
     num_devices = loaded.fake_cuda_num_devices()
     streams = [Stream.__new__(Stream) for _ in range(num_devices)]

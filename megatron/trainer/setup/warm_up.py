@@ -21,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import MemoryLimitError
-from dynamic_cp.types import RING_ALONE, Attention, CpCommType, is_placed, needs_latents
+from dynamic_cp.types import RING_ALONE, STATE_EXCHANGES, Attention, CpCommType, is_placed, needs_latents
 from megatron.dynamic_cp.attention.thd import EXECUTORS
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, groups_of
 from megatron.dynamic_cp.flags.fp8 import token_alignment
@@ -175,6 +175,15 @@ def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
         ),
         limit,
     )
+    linear_attention = runtime.model_shape.linear_attention
+    if linear_attention is not None:
+        from megatron.trainer.setup.linear_warm_up import LinearWarmUp
+
+        way = runtime.options.state_exchange
+        linear = LinearWarmUp(linear_attention.of_rank(tp_size), config.params_dtype, device)
+        ways = STATE_EXCHANGES if way == "auto" else (way,)
+        began, number = time.perf_counter(), _within_memory(lambda: linear.run(groups, ways, limit), limit)
+        logger.info("warm-up: %d packs of linear attention in %.1f s", number, time.perf_counter() - began)
     attended = time.perf_counter()
     with as_if_nothing_was_routed(chunks):
         _within_memory(lambda: run_chunks(config, chunks, built.wrapped, groups, limit, device), limit)

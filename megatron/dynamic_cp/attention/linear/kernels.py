@@ -201,24 +201,24 @@ def check_linear_kernel(
 
 
 def _inputs(sizes: LinearAttention, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Steps, Tensor]:
-    """Return a convolution's channels, weights and biases, steps of two heads of a group, a state before each run."""
+    """Return a convolution's channels, weights and biases, steps of all heads, and a state before each run."""
     generator = torch.Generator().manual_seed(1)
-    num_rows, heads = sum(_LENGTHS), 2
+    num_rows, heads, channels = sum(_LENGTHS), sizes.num_heads, sizes.convolved_channels
 
     def random(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, of)
 
     wide = state_dtype(dtype)
     steps = Steps(
-        q_THK=random(num_rows, 1, sizes.key_size),
-        k_THK=random(num_rows, 1, sizes.key_size),
+        q_THK=random(num_rows, sizes.num_groups, sizes.key_size),
+        k_THK=random(num_rows, sizes.num_groups, sizes.key_size),
         v_THV=random(num_rows, heads, sizes.value_size),
         decay_TH=-random(num_rows, heads, of=wide).sigmoid() / 4,
         beta_TH=random(num_rows, heads, of=wide).sigmoid() if sizes.has_delta_rule else None,
         scale=1.0,
     )
     state = random(len(_LENGTHS), heads, sizes.key_size, sizes.value_size, of=wide)
-    return [random(num_rows, 64), random(64, sizes.kernel_size), random(64)], steps, state
+    return [random(num_rows, channels), random(channels, sizes.kernel_size), random(channels)], steps, state
 
 
 def _results(
