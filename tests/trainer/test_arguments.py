@@ -437,7 +437,7 @@ def test_folders_of_a_run_may_have_names_that_are_not_utf8(tmp_path: Path, odd_f
         assert "Logging error" not in ended.output
         assert "caf\\udce9/saved" in ended.output
         assert checkpoint_files.latest(f"{odd_folder}/saved").name == f"iter_{last:07d}"
-    assert len(list((odd_folder / "cache").glob("*.lengths"))) == 1
+    assert len(list((odd_folder / "cache").glob("*.tokens"))) == 1
     assert (odd_folder / "dump" / "plans.jsonl").stat().st_size > 0
     with Job(tmp_path / "logs", [*words, "--dynamic-cp-replay", f"{odd_folder}/none"], ranks=1) as job:
         (ended,) = job.wait(60.0)
