@@ -66,7 +66,6 @@ def run_on_workers(
             worker.pipe.send(file)
 
     def take(worker: _Worker) -> None:
-        """Take what a worker says."""
         kind, value = worker.pipe.recv()
         if kind == "ran":
             worker.held.remove(value)
@@ -139,7 +138,6 @@ def _fail(session: pytest.Session, worker: _Worker) -> None:
 def _work(
     session: pytest.Session, pipe: Connection, others: list[Connection], folder: str, tell: Callable[[], Any]
 ) -> None:
-    """Be a worker."""
     status = 1
     try:
         for other in others:  # or the end of the parent would not be noticed

@@ -4,8 +4,6 @@ An operator that makes or changes a tensor is a launch. It reads each element of
 read once, gathers read what they give) and writes each element of its outputs once.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

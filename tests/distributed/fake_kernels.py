@@ -17,7 +17,6 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """Register the stand-ins in this process."""
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")

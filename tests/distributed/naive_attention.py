@@ -61,7 +61,6 @@ class Exact(NamedTuple):
     terms: float
 
     def of(self, rows: Tensor) -> Exact:
-        """Return that of some rows."""
         return self._replace(value=self.value[rows])
 
 

@@ -517,7 +517,6 @@ def run_step(
     layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any],
     schedule: Callable[[list[Any], StepData, Callable[..., Any]], Any] = run_stock_schedule,
 ) -> Comparison:  # fmt: skip
-    """Run one step of `plan` on this rank and compare with `expected`."""
     _, chunks, model, groups, wrapper, counterpart = build_runtime(layout, samples, plan, expected)
     step = wrapper.wrap(0, samples)
     recorded: list[tuple[Any, torch.Tensor]] = []

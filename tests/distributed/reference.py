@@ -39,8 +39,6 @@ FIRST_MASKED_ID = 900
 
 
 class ModelVariant(NamedTuple):
-    """What a parity model looks like."""
-
     name: str
     config: Mapping[str, Any] = MappingProxyType({})
     tied: bool = False

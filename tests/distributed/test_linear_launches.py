@@ -3,8 +3,6 @@
 Nothing is computed: tensors have shapes and no memory, kernels give empty outputs, and nothing travels.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 from unittest import mock

@@ -278,7 +278,6 @@ def assert_counts_as_planned(case: Case, found: Sequence[Placed]) -> Counter[str
 
 
 def assert_case(case: Case, kernel: str = CPU.name) -> Counter[str]:
-    """Lanes compute a case; return what there was."""
     lanes = lanes_of(case)
     found = attend(case, lanes, kernel)
     tensors = [one.tensors for one in found]

@@ -67,8 +67,6 @@ class _NormOf1More(nn.RMSNorm):
 
 
 class TokenByTokenDelta(_Layer):
-    """A gated delta net."""
-
     def __init__(self, config: TransformerConfig, **_unused: Any) -> None:
         rows = delta_rows(config)
         super().__init__(config, rows, 2 * rows["k"] + rows["v"], rows["v"])
@@ -90,8 +88,6 @@ class TokenByTokenDelta(_Layer):
 
 
 class TokenByTokenMamba(_Layer):
-    """Mamba-2."""
-
     def __init__(self, config: TransformerConfig, **_unused: Any) -> None:
         rows = mamba_rows(config)
         super().__init__(config, rows, 2 * rows["B"] + rows["x"], rows["x"])

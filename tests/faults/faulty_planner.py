@@ -28,7 +28,6 @@ class FaultyProblem(Problem):
     slow_s: float = 0.0
 
     def go_wrong(self, samples: Sequence[Sample]) -> None:
-        """Go wrong if it is time to."""
         iteration = iteration_of(samples)
         # `static_fallback` returns this class with another policy
         if iteration in self.iterations and (self.also_static or self.policy != "static") and self._counts(iteration):
@@ -39,7 +38,6 @@ class FaultyProblem(Problem):
             time.sleep(self.slow_s if self.fault == "slow" else 3600)
 
     def _counts(self, iteration: int) -> bool:
-        """Return whether this is one of the first `times` calls for `iteration`."""
         for number in range(self.times):
             try:
                 (Path(self.folder) / f"fault_{iteration}_{number}").touch(exist_ok=False)
@@ -50,7 +48,6 @@ class FaultyProblem(Problem):
 
 
 def plan_or_go_wrong(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
-    """Return the plan, unless a fault is planted."""
     if isinstance(problem, FaultyProblem):
         problem.go_wrong(samples)
     return plan_batch(problem, samples)

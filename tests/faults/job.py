@@ -92,7 +92,6 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End whatever is left."""
         for process in [*self.processes, *([self.store_host] if self.store_host else [])]:
             process.kill()
             process.join()
@@ -103,7 +102,6 @@ class Job:
             process.close()
 
     def output(self, rank: int) -> str:
-        """Return what a rank has printed."""
         return self._logs[rank].read_text() if self._logs[rank].exists() else ""
 
     def wait_for(self, rank: int, pattern: str, limit_s: float = 60.0) -> None:
@@ -118,21 +116,17 @@ class Job:
             time.sleep(_LOOK_UP_S)
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank alone."""
         os.kill(self.processes[rank].pid, number)
 
     def kill(self, rank: int) -> None:
-        """Kill a rank."""
         self.signal(rank, signal.SIGKILL)
 
     def planner(self) -> psutil.Process:
-        """Return the planner's process."""
         found = planner_of(psutil.Process(self.processes[0].pid))
         assert found is not None, f"rank 0 has no planner process:\n{self.said()}"
         return found
 
     def workers(self, rank: int) -> list[psutil.Process]:
-        """Return the forked children of a rank: its DataLoader workers."""
         return forked_children(psutil.Process(self.processes[rank].pid))
 
     def family(self) -> list[psutil.Process]:
@@ -167,7 +161,6 @@ class Job:
         ]
 
     def said(self) -> str:
-        """Return what all ranks have printed."""
         return "\n".join(f"--- rank {rank}:\n{self.output(rank)}" for rank in range(len(self.processes)))
 
 

@@ -31,7 +31,6 @@ PLAN_LIMIT = "--dynamic-cp-plan-timeout 8"
 
 
 def faulty(rank: int, **fault: Any) -> None:
-    """Give rank 0 a planner that fails."""
     if rank == 0:
         assert planned_runtime.Problem is Problem, "what is replaced is what a run takes"
         planned_runtime.Problem = partial(FaultyProblem, **fault)
@@ -44,7 +43,6 @@ def figures(ended: RankEnd) -> dict[int, str]:
 
 
 def loss(text: str) -> float:
-    """Return the loss of an entry of `figures`."""
     return float(text.split()[2])
 
 

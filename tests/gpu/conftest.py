@@ -25,7 +25,6 @@ def float32_is_not_tf32() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where there is no device."""
     reason = why_no_device()
     if reason is None:
         return

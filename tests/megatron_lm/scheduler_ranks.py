@@ -50,7 +50,6 @@ def config(vp_group: int | None, max_sequences: int | None) -> SimpleNamespace:
 
 
 def run_rank(vp_group: int | None, max_sequences: int | None) -> dict[str, Any]:
-    """Return what this lane got of one global batch."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.datasets import data_schedule

@@ -21,7 +21,6 @@ from megatron.integrations.lm_adaptor.data import (
 
 
 def drawn(num_lanes: int, global_batch_size: int, num_samples: int, consumed: int = 0) -> list[list[int]]:
-    """Return what each lane draws."""
     return [
         [
             index

@@ -555,7 +555,6 @@ FORMS = {
 
 
 def prepare(version: str, namespace: dict[str, Any]) -> None:
-    """Replace what the release says in a script."""
     in_script = {one.symbol: one.ours for one in replaced_in(version) if one.module == SCRIPT}
     made = Adaptor(get_args=Namespace, in_script=in_script, asked=Namespace(), forward_step=namespace["forward_step"])
     made.prepare_script()

@@ -61,7 +61,6 @@ NUMBER = r"([0-9.]+E[+-][0-9]+)"
 def ended(
     script: list[str], flags: str, *, ranks: int = 4, more: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Return how a job ended."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost",
         "--nproc-per-node", str(ranks),
@@ -74,7 +73,6 @@ def ended(
 
 
 def run(script: list[str], flags: str, *, ranks: int = 4, more: tuple[str, ...] = ()) -> str:
-    """Return what a job prints."""
     done = ended(script, flags, ranks=ranks, more=more)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done.stdout + done.stderr
@@ -100,7 +98,6 @@ def losses_of_megatron_lm(log: str, num_steps: int = 4) -> list[float]:
 
 
 def cp_sizes(log: str) -> list[set[int]]:
-    """Return the CP sizes of each step."""
     steps = re.findall(r"buckets: ([cp×0-9 ]+)\|", log)
     assert len(steps) == 4, log[-3000:]
     return [{int(entry.removeprefix("cp").split("×")[0]) for entry in step.split()} for step in steps]

@@ -94,7 +94,6 @@ def tokenizer_arguments(folder: Path) -> argparse.Namespace:
 
 
 def arguments(**changes: Any) -> argparse.Namespace:
-    """Return what is read of Megatron-LM's arguments."""
     values = {
         **dict.fromkeys(varlen.PATH_FLAGS), "split": None, "seed": 7, "seq_length": 64, "overlong": "split",
         "mock_data": False, "varlen_mock_dataset_config_json": None, "tokenizer_type": "HuggingFaceTokenizer",

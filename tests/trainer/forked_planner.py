@@ -38,11 +38,9 @@ class ForkedPlanner:
         return self._process.exitcode
 
     def kill(self) -> None:
-        """End it."""
         self._process.kill()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return how it ended."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("the planner", timeout or 0.0)

@@ -301,7 +301,6 @@ ONLY_DECIDE = {
 
 
 def groups(settings: Settings) -> list[object]:
-    """Return the groups of settings."""
     return [value for field in fields(settings) if is_dataclass(value := getattr(settings, field.name))]
 
 

@@ -70,7 +70,6 @@ def _workers(job: subprocess.Popen) -> list[int]:
 
 
 def _read_until(job: subprocess.Popen, pattern: str) -> list[str]:
-    """Return the output up to the first line that matches."""
     lines = []
     for line in job.stdout:
         lines.append(line)

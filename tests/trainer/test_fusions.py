@@ -150,7 +150,6 @@ def choose_on_this_rank(words: list[str], device: torch.device, apex_on: tuple[i
 
 
 def choices(extra: str, device: torch.device = CUDA, apex_on: tuple[int, ...] = (0, 1)) -> str:
-    """Return what both ranks say."""
     said = run_ranks(2, choose_on_this_rank, command_line(WORDS, extra), device, apex_on, timeout_s=30)
     assert [line.partition("(this rank")[0] for line in said] == [said[0].partition("(this rank")[0]] * 2
     return said[0]

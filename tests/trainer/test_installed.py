@@ -1,7 +1,5 @@
 """A wheel, built from the source distribution and installed where no clone is, has all that the commands need."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -36,7 +34,6 @@ class Installed:
     wheel: Path
 
     def run(self, *words: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-        """Run a command of the environment in the empty folder."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         return subprocess.run(
             [str(self.python.parent / words[0]), *words[1:]],

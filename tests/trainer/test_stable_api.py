@@ -1,7 +1,5 @@
 """What docs/api.md calls stable is there, and calls that fitted it fit it still."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How a launcher ends: one error of the user is one line and few behind it; what is a bug keeps its tracebacks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -45,7 +45,6 @@ def train(
 
 
 def losses(records: dict[int, StepRecord]) -> list[float]:
-    """Return the losses in the order of the iterations."""
     return [records[iteration].loss for iteration in sorted(records)]
 
 
@@ -70,8 +69,6 @@ def identity_of(flags: str) -> dict[str, Any]:
 
 
 class Ended(NamedTuple):
-    """How the command ended on one rank."""
-
     code: int
     stderr: str
     seconds: float

@@ -34,7 +34,6 @@ def by_class(tree: ast.AST) -> dict[type, list[Any]]:
 
 
 def is_kernel(function: ast.FunctionDef) -> bool:
-    """Return whether numba compiles a function."""
     return not {"compiled", "inlined"}.isdisjoint(
         one.id for one in function.decorator_list if isinstance(one, ast.Name)
     )

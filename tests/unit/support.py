@@ -86,7 +86,6 @@ def plan_of(grid: list[list[tuple[int, int]]], topology: Topology) -> Plan:
 
 
 def plan_of_buckets(*rows: Iterable[Bucket], topology: Topology, max_tokens_per_rank: int = 64) -> Plan:
-    """Return a plan with one micro-batch for each row of buckets."""
     micro_batches = tuple(MicroBatch(buckets=tuple(row)) for row in rows)
     return Plan(topology=topology, max_tokens_per_rank=max_tokens_per_rank, micro_batches=micro_batches)
 

@@ -40,7 +40,6 @@ def _who_asks() -> str | None:
 
 
 def install() -> None:
-    """Count from now on, in this process."""
     for name in _ASKED:
         _count_questions(name)
     equal = torch.equal

@@ -39,7 +39,6 @@ class ArrayDocuments(Source):
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> Path:
-    """Write files below `folder`, parents included."""
     for name, content in contents.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +47,6 @@ def write_files(folder: Path, contents: dict[str, bytes]) -> Path:
 
 
 def write_records(path: Path, *records: object) -> Path:
-    """Write records as JSON lines."""
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return path
 
@@ -60,13 +58,11 @@ def config(*data_path: object, **changes: object) -> DataConfig:
 
 
 def open_documents(path: object, **changes: object) -> Source:
-    """Return the documents of one text or JSONL entry."""
     (indexed,) = index_entries(config(path, **changes))
     return open_entry(str(path), indexed, ByteTokenizer())
 
 
 def refusal(one: DataConfig) -> str:
-    """Return why data are refused."""
     with pytest.raises(DataError) as caught:
         build_splits(one)
     return str(caught.value)

@@ -61,7 +61,6 @@ def lengths_of(folder, **changes):
 
 
 def saved(folder: Path) -> Path:
-    """Return the only index below `folder`."""
     (path,) = folder.rglob("*.tokens")
     assert list(folder.rglob("*.tmp")) == []
     return path

@@ -107,7 +107,6 @@ def branches(turn, *above):
 
 
 def nested(levels):
-    """Return a tree of so many levels."""
     turn = {"text": "x"}
     for _ in range(levels - 1):
         turn = {"text": "abc", "children": [{"text": "y"}, turn]}

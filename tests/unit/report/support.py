@@ -21,7 +21,6 @@ CASES = ("usual", "one", "pp8-vp2", "4096-lanes", "mostly-empty", "many-micro-ba
 
 @cache
 def timelines(case: str) -> tuple[tuple[str, Timeline], ...]:
-    """Return two policies' timelines of a case."""
     if case == "4096-lanes":
         topology = Topology(num_lanes=4096)
         rows = [[(lane, 1) for lane in range(4096)], [(lane, 256) for lane in range(0, 4096, 256)]]
