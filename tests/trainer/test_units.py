@@ -20,7 +20,7 @@ from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, for_chunk
 from megatron.trainer.ending import exits
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop import training
-from megatron.trainer.reporting.log import Interval, StepRecord, iteration_line, validation_line
+from megatron.trainer.reporting.log import Interval, RunSummary, StepRecord, iteration_line, validation_line
 from megatron.trainer.setup.initialize import check_device_queues, choose_backend, choose_precision, device_of
 from megatron.trainer.setup.model import build_scheduler
 from tests.trainer.commandline import NO_COMPILE, command_line
@@ -310,3 +310,39 @@ def test_a_chunk_holds_no_micro_batch_that_it_has_handed_out() -> None:
         assert [here() is not None for here in alive] == [place >= number for place in range(3)]
         del handed
         assert alive[number]() is None
+
+
+SUMMED = {
+    "num_tokens": 900, "planner_s": 0.01, "wait_s": 0.005, "cp_histogram": {1: 3, 2: 1}, "padding_fraction": 0.1,
+    "exchanged_bytes": 500_000,
+}  # fmt: skip
+
+
+def test_nothing_to_say_without_iterations():
+    assert RunSummary().describe() == ""
+
+
+def test_the_first_iteration_counts_but_is_not_timed():
+    summary = RunSummary()
+    for elapsed_s in (60.0, 0.5, 0.5):
+        summary.add(_record(**SUMMED, elapsed_s=elapsed_s))
+    said = summary.describe()
+    assert "summary of 3 iterations, 2700 tokens, 10.0% padding" in said
+    assert "buckets by CP size: 1: 75%, 2: 25%; 1.5 MB exchanged" in said
+    assert "500.0 ms per iteration, 1800 tokens/s, measured/predicted 1.250" in said
+    assert "planner 10.0 ms per iteration beside the steps, waited for plans and samples 5.00 ms (1.00%)" in said
+    assert "static plan" not in said
+
+
+def test_what_other_processes_took_is_a_mean_over_time():
+    summary = RunSummary()
+    for elapsed_s, share in ((60.0, 0.9), (1.0, 0.5), (3.0, 0.1)):
+        summary.add(_record(**SUMMED, elapsed_s=elapsed_s, share_of_others=share))
+    assert "(without the first iteration); other processes took 20.0% of the cores" in summary.describe()
+
+
+def test_fallbacks_are_counted():
+    summary = RunSummary()
+    summary.add(_record(is_fallback=True))
+    assert "1 iterations ran the static plan" in summary.describe()
+    assert "per iteration" not in summary.describe()
