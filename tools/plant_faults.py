@@ -352,13 +352,13 @@ FAULTS = {
         PLACED,
     ),
     "imported keys are values": Fault(
-        'axes = {"q": queries, "k": keys, "v": keys}',
-        'axes = {"q": queries, "v": keys, "k": keys}',
+        "MODULE.(q k v)_proj.weight | (queries keys keys) hidden",
+        "MODULE.(q v k)_proj.weight | (queries keys keys) hidden",
         LOGITS,
     ),
     "the gate is the up projection": Fault(
-        '"mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"',
-        '"mlp.linear_fc1.weight", "mlp.up_proj.weight", "mlp.gate_proj.weight"',
+        "mlp.linear_fc1.weight | mlp.(gate up)_proj.weight",
+        "mlp.linear_fc1.weight | mlp.(up gate)_proj.weight",
         LOGITS,
     ),
     "all queries lie before all keys": Fault(

@@ -1,4 +1,4 @@
-"""A config.json of a model: what `hugging_face` reads, written."""
+"""A config.json of a model: what `hugging_face` reads, written by the same rows."""
 
 from __future__ import annotations
 
@@ -6,145 +6,120 @@ from dataclasses import asdict
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.models import hugging_face, hybrids, rotation
+from dynamic_cp.models import hugging_face, rotation
 from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.entries import SIZES
+from dynamic_cp.models.families import (
+    FACTORS,
+    FAMILIES,
+    LATENT_SIZES,
+    MODULES,
+    MODULES_AGAIN,
+    SLIDING,
+    TANH_GELU,
+    WHOLE,
+    Family,
+)
 from dynamic_cp.types import Experts, ModelShape
 
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "glm": "GlmForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-}
-"""model_type -> class of transformers."""
 _NO_PART = ("source",)
 """Of a shape: what says nothing of a model."""
 _NO_COST = ("imbalance",)
 """Of experts: what no config says."""
+_NO_STEP = 1e-9
+"""time_step_min: transformers bounds the steps of Mamba-2 by it, though it is about initial weights; we do not."""
+_NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Symbol of a pattern of layers -> what transformers calls such a layer."""
+_WRITTEN = ", ".join(name for name, family in FAMILIES.items() if family.called)
 
 
 def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
-    """Return a config.json that `hugging_face` reads as this model; the type of the weights is not in it.
-
-    The model_type is that of the first family that has such layers: a model keeps no other trace of its own.
-
-    Args:
-        where: what to call the model in errors.
-        architecture: its `not_trained` says nothing here.
-
-    Raises:
-        UnsupportedFeatureError: no family has such layers.
-    """
-    if shape.linear_attention is not None:
-        values = _common(shape, architecture) | hybrids.written(shape, architecture)
-        values["architectures"] = [_CLASSES[values["model_type"]]]
-        _check_read_back(where, values, shape, architecture)
-        return values
-    reasons = [
-        *(["no RMSNorm"] * (architecture["normalization"] != "RMSNorm")),
-        *(["no gated MLP"] * (not shape.gated_linear_unit)),
-        *(
-            [f"positions by {architecture['position_embedding_type']}"]
-            * (architecture["position_embedding_type"] not in ("rope", "yarn"))
-        ),
-        *(
-            [f"rotary_percent {architecture['rotary_percent']}"]
-            * (architecture["rotary_percent"] != 1 and not architecture["rotary_interleaved"])
-        ),
-        *(["modules that predict further tokens"] * (shape.mtp_num_layers > 0 and not shape.kv_lora_rank)),
-    ]
-    model_type = _family(shape, architecture, reasons)
+    """Return a config.json that `hugging_face` reads as this model, without the type of its weights. The model_type is
+    that of the first family that has such layers: a model keeps no other trace of its own. Raise
+    UnsupportedFeatureError, naming the model by `where`, if no family has; `not_trained` says nothing here."""
+    reasons: list[str] = []
+    name = _family(shape, architecture, reasons)
     if reasons:
-        raise UnsupportedFeatureError(f"{where} has {', '.join(reasons)}: none of {', '.join(_CLASSES)} does")
-    values = {
-        "architectures": [_CLASSES[model_type]],
-        "model_type": model_type,
-        "hidden_act": "silu",
-        "rms_norm_eps": architecture["norm_epsilon"],
-        **_common(shape, architecture),
-    }
-    if shape.experts is not None:
-        values |= _experts(shape.experts, shape.num_layers, architecture, model_type)
-    if shape.kv_lora_rank:
-        values |= _latents(shape, architecture)
-    elif model_type in ("llama", "smollm3", "granite"):
-        values |= dict.fromkeys(("attention_bias", "mlp_bias"), not architecture["disable_bias_linear"])
-        if model_type == "smollm3":
-            values["no_rope_layers"] = [1 - one for one in architecture["no_rope_freq"]]
-        if model_type == "granite":
-            values |= {name: architecture[name] for name in hugging_face.FACTORS}
-            values["attention_multiplier"] = architecture["softmax_scale"] or shape.kv_channels**-0.5
-    elif model_type in ("gemma", "gemma3_text"):
-        values |= _gemma(shape, architecture)
-    elif model_type in ("glm", "glm4"):
-        values |= {
-            "attention_bias": architecture["add_qkv_bias"],
-            "partial_rotary_factor": architecture["rotary_percent"],
-        }
-    elif model_type == "gpt_oss":
-        values |= {"attention_bias": True, "swiglu_limit": architecture["activation_func_clamp_value"]}
-        values["sliding_window"] = shape.window_tokens or None
-        values["layer_types"] = list(hugging_face.layer_types(shape.windowed_layers))
-        if architecture["position_embedding_type"] == "rope":  # there YaRN is what a config without it has
-            values["rope_parameters"] = {"rope_type": "default", "rope_theta": architecture["rotary_base"]}
-    elif model_type in ("mistral", "mixtral"):
-        values["sliding_window"] = shape.window_tokens or None
-    else:
-        values |= {"use_sliding_window": shape.num_windowed_layers > 0, "sliding_window": shape.window_tokens or None}
-        if model_type != "qwen3_moe":
-            values["layer_types"] = list(hugging_face.layer_types(shape.windowed_layers))
-    if model_type in ("smollm3", "glm", "glm4"):
-        values["pad_token_id"] = None  # by default it is one of their own vocabulary
-    if model_type == "qwen2_moe":
-        values["qkv_bias"] = architecture["add_qkv_bias"]
-    _check_read_back(where, values, shape, architecture)
-    return values
-
-
-def _gemma(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
-    values: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-    if not shape.sandwich_norm:
-        return values
-    bases = {"full_attention": architecture["rotary_base"], "sliding_attention": architecture["window_rotary_base"]}
-    scale = architecture["softmax_scale"]
-    return values | {
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
-        "query_pre_attn_scalar": round(scale**-2) if scale else shape.kv_channels,
-        "sliding_window": shape.window_tokens or None,
-        "layer_types": list(hugging_face.layer_types(shape.windowed_layers)),
-    }
-
-
-def _common(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
-    """Return the entries of all families."""
+        raise UnsupportedFeatureError(f"{where} has {', '.join(reasons)}: none of {_WRITTEN} does")
+    family, values = FAMILIES[name], asdict(shape)
+    said = {**values, **architecture.flags}
+    for part in ("experts", "linear_attention"):
+        said |= {f"{part}.{field}": value for field, value in (values[part] or {}).items()}
     rotates = architecture["position_embedding_type"] in ("rope", "yarn")
-    return {
-        **{key: getattr(shape, name) for key, name in hugging_face.SIZES.items()},
+    found = {
+        "architectures": [family.called],
+        "model_type": name,
+        family.act[0]: family.act[1],
+        family.epsilon[0]: architecture["norm_epsilon"],
+        **{key: said[field] for key, field in SIZES.items()},
         **(rotation.written(architecture) if rotates else {}),
         "max_position_embeddings": architecture["max_position_embeddings"],
         "initializer_range": architecture["init_method_std"],
         "tie_word_embeddings": shape.share_embeddings_and_output_weights,
         "attention_dropout": 0.0,
+        **{row.entry: row.turned(said[row.flag]) for row in (*family.linear, *family.rows)},
+        **(_experts(family, shape.experts, shape.num_layers, architecture) if shape.experts else {}),
+        **(_latents(name, shape) if family.has_latents else _own(name, shape, architecture)),
     }
+    _check_read_back(where, found, shape, architecture)
+    return found
+
+
+def _own(name: str, shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
+    """Return the entries that a family has of its own, beside rows."""
+    biases = dict.fromkeys(("attention_bias", "mlp_bias"), not architecture["disable_bias_linear"])
+    window = {"sliding_window": shape.window_tokens or None}
+    some = {**window, "layer_types": [SLIDING if has_one else WHOLE for has_one in shape.windowed_layers]}
+    asked = {"use_sliding_window": shape.num_windowed_layers > 0}
+    no_token = {"pad_token_id": None}  # by default it is one of their own vocabulary
+    bases = {WHOLE: architecture["rotary_base"], SLIDING: architecture["window_rotary_base"]}
+    plain = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+    share, scale = {"partial_rotary_factor": architecture["rotary_percent"]}, architecture["softmax_scale"]
+    match name:
+        case "llama":
+            return biases
+        case "smollm3":
+            return biases | no_token | {"no_rope_layers": [1 - one for one in architecture["no_rope_freq"]]}
+        case "granite":
+            return biases | {"attention_multiplier": scale or shape.kv_channels**-0.5}
+        case "glm" | "glm4":
+            return share | no_token
+        case "gemma":
+            return {"hidden_activation": TANH_GELU}
+        case "gemma3_text":
+            query = {"query_pre_attn_scalar": round(scale**-2) if scale else shape.kv_channels}
+            return some | query | {"hidden_activation": TANH_GELU, "rope_parameters": plain}
+        case "gpt_oss":
+            is_plain = architecture["position_embedding_type"] == "rope"  # YaRN is what a config without it has
+            return some | {"attention_bias": True, **({"rope_parameters": plain[WHOLE]} if is_plain else {})}
+        case "mistral" | "mixtral":
+            return window
+        case "qwen3_moe":
+            return asked | window
+        case "nemotron_h":
+            layers = {"layers_block_type": [_NAMES.get(symbol, symbol) for symbol in shape.layer_pattern]}
+            return layers | {"time_step_min": _NO_STEP}
+        case "qwen3_next" | "qwen3_5_text":
+            linear = {"layer_types": ["linear_attention" if one else WHOLE for one in shape.linear_layers]}
+            return share | linear | modules(shape.mtp_num_layers)
+    return asked | some
+
+
+def modules(num_layers: int) -> dict[str, int]:
+    """Return the entries for so many modules that predict further tokens; {} without them, as published."""
+    return dict.fromkeys((MODULES, MODULES_AGAIN), num_layers) if num_layers else {}
 
 
 def _family(shape: ModelShape, architecture: Architecture, reasons: list[str]) -> str:
     """Return the model_type of a model, and add to `reasons` what it does not have."""
+    if shape.linear_attention is not None:
+        return "nemotron_h" if shape.layer_pattern else "qwen3_next" if shape.experts else "qwen3_5_text"
+    kind, share = architecture["position_embedding_type"], architecture["rotary_percent"]
+    reasons += ["no RMSNorm"] * (architecture["normalization"] != "RMSNorm")
+    reasons += ["no gated MLP"] * (not shape.gated_linear_unit)
+    reasons += [f"positions by {kind}"] * (kind not in ("rope", "yarn"))
+    reasons += [f"rotary_percent {share}"] * (share != 1 and not architecture["rotary_interleaved"])
+    reasons += ["modules that predict further tokens"] * (shape.mtp_num_layers > 0 and not shape.kv_lora_rank)
     only_some = 0 < shape.num_windowed_layers < shape.num_layers
     if shape.experts is not None and architecture["softmax_type"] == "learnable" and not shape.kv_lora_rank:
         return "gpt_oss"
@@ -154,20 +129,20 @@ def _family(shape: ModelShape, architecture: Architecture, reasons: list[str]) -
     if shape.kv_lora_rank:
         reasons += ["latents that are not normalized"] * (not architecture["qk_layernorm"])
         reasons += ["biases and latent attention"] * has_biases
-        return "deepseek_v3" if _is_third(shape, architecture) else "deepseek_v2"
+        if shape.experts is not None:
+            return "deepseek_v3" if architecture["moe_router_score_function"] == "sigmoid" else "deepseek_v2"
+        return "deepseek_v3" if shape.q_lora_rank > 0 or shape.mtp_num_layers > 0 else "deepseek_v2"
     if shape.experts is not None:
         reasons += ["biases and experts"] * (not architecture["disable_bias_linear"])
         if architecture["qk_layernorm"]:
             reasons += ["biases and norms of queries and keys"] * architecture["add_qkv_bias"]
             return "qwen3_moe"
-        if architecture["add_qkv_bias"] or shape.experts.shared_ffn_hidden_size:
-            return "qwen2_moe"
-        return "mixtral"
+        return "qwen2_moe" if architecture["add_qkv_bias"] or shape.experts.shared_ffn_hidden_size else "mixtral"
     if architecture["geglu"]:
         return "gemma3_text" if shape.sandwich_norm else "gemma"
     if shape.sandwich_norm or architecture["rotary_interleaved"]:
         return "glm4" if shape.sandwich_norm else "glm"
-    if architecture["softmax_scale"] or any(architecture[name] != 1 for name in hugging_face.FACTORS):
+    if architecture["softmax_scale"] or any(architecture[name] != 1 for name in FACTORS):
         return "granite"
     if architecture["no_rope_freq"]:
         return "smollm3"
@@ -183,69 +158,53 @@ def _family(shape: ModelShape, architecture: Architecture, reasons: list[str]) -
     return "llama"
 
 
-def _is_third(shape: ModelShape, architecture: Architecture) -> bool:
-    """Return which version of DeepSeek's layers a model has: 3 or 2."""
-    if shape.experts is None:
-        return shape.q_lora_rank > 0 or shape.mtp_num_layers > 0
-    return bool(architecture["moe_router_score_function"] == "sigmoid")
-
-
-def _experts(experts: Experts, num_layers: int, architecture: Architecture, model_type: str) -> dict[str, Any]:
-    have_some = experts.moe_layers(num_layers)
-    values: dict[str, Any] = {"num_experts_per_tok": experts.topk}
-    if model_type in ("mixtral", "gpt_oss"):
-        return values | {"num_local_experts": experts.num_experts}
-    values["moe_intermediate_size"] = experts.ffn_hidden_size
-    if model_type in ("qwen2_moe", "qwen3_moe"):
-        values |= {
-            "num_experts": experts.num_experts,
-            "norm_topk_prob": not architecture["moe_router_pre_softmax"],
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [layer for layer, has_some in enumerate(have_some) if not has_some],
-        }
-        if model_type == "qwen2_moe":
-            values["shared_expert_intermediate_size"] = experts.shared_ffn_hidden_size
+def _experts(family: Family, experts: Experts, num_layers: int, architecture: Architecture) -> dict[str, Any]:
+    entries, have_some = family.experts, experts.moe_layers(num_layers)
+    if entries is None:
+        return {}
+    values: dict[str, Any] = {entries.number: experts.num_experts, "num_experts_per_tok": experts.topk}
+    if entries.width not in SIZES:
+        values[entries.width] = experts.ffn_hidden_size
+    if entries.shared:
+        shared, width = experts.shared_ffn_hidden_size, experts.ffn_hidden_size
+        values[entries.shared] = shared // width if entries.layers == "later" else shared
+    if entries.layers == "not listed":
+        dense = [layer for layer, has_some in enumerate(have_some) if not has_some]
+        values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    if entries.number != "n_routed_experts":
         return values
-    is_third = model_type == "deepseek_v3"
-    return values | {
-        "n_routed_experts": experts.num_experts,
-        "n_shared_experts": experts.shared_ffn_hidden_size // experts.ffn_hidden_size,
-        "first_k_dense_replace": have_some.index(True),
-        "moe_layer_freq": 1,
-        "norm_topk_prob": is_third,
-        "scoring_func": architecture["moe_router_score_function"],
-        "topk_method": "noaux_tc"
-        if is_third
-        else "group_limited_greedy"
-        if architecture["moe_router_num_groups"]
-        else "greedy",
+    values |= {
+        "norm_topk_prob": family.routing is not None and family.routing.score == "sigmoid",
+        "routed_scaling_factor": architecture["moe_router_topk_scaling_factor"],
         "n_group": architecture["moe_router_num_groups"] or 1,
         "topk_group": architecture["moe_router_group_topk"] or 1,
-        "routed_scaling_factor": architecture["moe_router_topk_scaling_factor"],
+    }
+    if family.routing is None or family.kind:
+        return values | {"n_shared_experts": 1}
+    limited = "group_limited_greedy" if architecture["moe_router_num_groups"] else "greedy"
+    return values | {
+        "first_k_dense_replace": have_some.index(True),
+        "moe_layer_freq": 1,
+        "scoring_func": family.routing.score,
+        "topk_method": "noaux_tc" if family.routing.score == "sigmoid" else limited,
     }
 
 
-def _latents(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
-    values: dict[str, Any] = {key: getattr(shape, name) for key, name in hugging_face.LATENT_SIZES.items()}
-    values |= {
+def _latents(name: str, shape: ModelShape) -> dict[str, Any]:
+    return {
+        **{key: getattr(shape, field) for key, field in LATENT_SIZES.items()},
         "head_dim": shape.qk_pos_emb_head_dim,
         "num_key_value_heads": shape.num_attention_heads,
         "q_lora_rank": shape.q_lora_rank or None,
         "attention_bias": False,
+        **({"first_k_dense_replace": shape.num_layers} if shape.experts is None else {}),
+        **({MODULES: shape.mtp_num_layers} if name == "deepseek_v3" else {}),
     }
-    if shape.experts is None:
-        values["first_k_dense_replace"] = shape.num_layers
-    if _is_third(shape, architecture):
-        values[hugging_face.MODULES] = shape.mtp_num_layers
-    return values
 
 
 def _check_read_back(where: str, values: dict[str, Any], shape: ModelShape, architecture: Architecture) -> None:
-    """Check that these values are read as the model that they were written for.
-
-    Raises:
-        UnsupportedFeatureError: they are not: the model has something that its family has not.
-    """
+    """Raise UnsupportedFeatureError if these values are not read as the model that they were written for, which has
+    something that its family has not."""
     read_shape, read = hugging_face.model_shape(where, values), hugging_face.architecture(where, values)
     differ = list(read.not_trained)
     differ += [f"not_imported {architecture.not_imported!r}"] * (architecture.not_imported != read.not_imported)
@@ -258,5 +217,5 @@ def _check_read_back(where: str, values: dict[str, Any], shape: ModelShape, arch
             differ += [f"{key} {one!r}" for key, one in parts.items() if key not in _NO_COST and other[key] != one]
     if differ:
         raise UnsupportedFeatureError(
-            f"{where} has {', '.join(differ)}, which {values['model_type']} has not: none of {', '.join(_CLASSES)} does"
+            f"{where} has {', '.join(differ)}, which {values['model_type']} has not: none of {_WRITTEN} does"
         )

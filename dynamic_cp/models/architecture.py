@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
@@ -35,6 +36,9 @@ class Architecture:
     not_trained: tuple[str, ...] = ()
     not_imported: tuple[str, ...] = ()
     not_read: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flags", MappingProxyType(dict(self.flags)))
 
     def __getitem__(self, flag: str) -> Any:
         return self.flags[flag]

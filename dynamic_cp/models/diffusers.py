@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.models.entries import named, whole_number
+from dynamic_cp.models.entries import Entries, named
 from dynamic_cp.types import ModelShape
 
 
@@ -46,7 +46,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         )
     blocks = _KNOWN[name]
     needed = _NEEDED if blocks.ffn_over_hidden else (*_NEEDED, "ffn_dim")
-    sizes = {key: whole_number(where, data, key, needed) for key in needed}
+    sizes = {key: Entries(where, data).whole(key, needed) for key in needed}
     hidden_size = sizes["num_attention_heads"] * sizes["attention_head_dim"]
     entry_of = {"kv_channels": "attention_head_dim", "ffn_hidden_size": "ffn_dim"}
     with named(where, entry_of):

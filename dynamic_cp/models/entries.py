@@ -39,23 +39,6 @@ READ_BY_TRANSFORMERS = {
 changes nothing. A test searches the source of transformers for others."""
 
 
-def others(data: Mapping[str, Any], known: AbstractSet[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return why entries of a config that are not `known` are not trained, and those that transformers does not read,
-    which change nothing: published files have entries of whatever program wrote them. A release later than
-    LOOKED_THROUGH may read more, so entries of its files are refused."""
-    found = {
-        key: value
-        for key, value in data.items()
-        if key not in known and value is not None and bool(value) != READ_BY_TRANSFORMERS.get(key, False)
-    }
-    release = re.match(r"(\d+)\.(\d+)", str(data.get("transformers_version")))
-    is_later = release is not None and tuple(map(int, release.groups())) > LOOKED_THROUGH
-    which = f" (written by transformers {data.get('transformers_version')})" if is_later else ""
-    refused = [key for key in found if is_later or key in READ_BY_TRANSFORMERS]
-    not_read = tuple(key for key in found if key not in refused)
-    return [f"{key} {found[key]!r}: not known here{which}" for key in refused], not_read
-
-
 @contextmanager
 def named(where: str, entry_of: Mapping[str, str] = _ENTRY_OF) -> Iterator[None]:
     """Make errors of a value name the file, and the entries (`entry_of`: field -> entry) in place of its fields."""
@@ -68,53 +51,84 @@ def named(where: str, entry_of: Mapping[str, str] = _ENTRY_OF) -> Iterator[None]
         raise InvalidInputError(f"{where}: {text}", **error.details) from error
 
 
-def number(where: str, values: Mapping[str, Any], key: str, default: float) -> float:
-    """Return an entry of a config, `default` if it is missing; raise InvalidInputError if it is no number >= 0."""
-    value = values.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a number >= 0", key=key)
-    return value
+class Entries(dict[str, Any]):
+    """The entries of a config.json. `where` names the file in errors; `why_not` collects what was read and
+    pretrain_gpt.py does not have, each with its value."""
 
+    def __init__(self, where: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.where = where
+        self.why_not: list[str] = []
 
-def whole_number(where: str, values: Mapping[str, Any], key: str, needed: Iterable[str]) -> int:
-    """Return an entry of a config; raise InvalidInputError if it is missing (`needed` are the keys that must be there),
-    no whole number >= 0, or more layers than can be listed."""
-    value = values.get(key)
-    if value is None:
-        raise InvalidInputError(f"{where} lacks {key}: it needs {', '.join(needed)}", key=key)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a whole number", key=key)
-    if value < 0:
-        raise InvalidInputError(f"{where}: {key} is {value}, it must be at least 0", key=key)
-    if key.startswith("num_") and key.endswith("_layers") and value > MOST_LAYERS:
-        raise InvalidInputError(f"{where}: {key} is {value}, the largest allowed value is {MOST_LAYERS}", key=key)
-    return value
+    def number(self, key: str, default: float) -> float:
+        """Return an entry, `default` if it is missing; raise InvalidInputError if it is no number >= 0."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            raise InvalidInputError(f"{self.where}: {key} is {value!r}, it must be a number >= 0", key=key)
+        return value
 
+    def whole(self, key: str, needed: Iterable[str] = (), default: int | None = None) -> int:
+        """Return an entry, or `default` if it is missing and there is one. Raise InvalidInputError if it is missing
+        (`needed` are the keys that must be there), no whole number >= 0, or more layers than can be listed."""
+        where, value = self.where, default if self.get(key) is None else self[key]
+        if value is None:
+            raise InvalidInputError(f"{where} lacks {key}: it needs {', '.join(needed)}", key=key)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a whole number", key=key)
+        if value < 0:
+            raise InvalidInputError(f"{where}: {key} is {value}, it must be at least 0", key=key)
+        if key.startswith("num_") and key.endswith("_layers") and value > MOST_LAYERS:
+            raise InvalidInputError(f"{where}: {key} is {value}, the largest allowed value is {MOST_LAYERS}", key=key)
+        return value
 
-def interval(where: str, values: Mapping[str, Any], key: str, default: int) -> int:
-    """Return N of an entry for every N-th layer, `default` if it is missing; InvalidInputError if it is no integer >=
-    1."""
-    every = default if values.get(key) is None else whole_number(where, values, key, ())
-    if every < 1:
-        raise InvalidInputError(f"{where}: {key} is {every}, it must be at least 1", key=key)
-    return every
+    def interval(self, key: str, default: int) -> int:
+        """Return N of an entry for every N-th layer, `default` if it is missing; raise InvalidInputError if N < 1."""
+        every = self.whole(key, default=default)
+        if every < 1:
+            raise InvalidInputError(f"{self.where}: {key} is {every}, it must be at least 1", key=key)
+        return every
 
+    def some_layers(self, key: str) -> list[Any]:
+        """Return an entry that lists layers, [] if it is missing; raise InvalidInputError if it is no list."""
+        layers = self.get(key) or []
+        if not isinstance(layers, list):
+            raise InvalidInputError(f"{self.where}: {key} is {layers!r}, it must be a list of layers", key=key)
+        return layers
 
-def some_layers(where: str, values: Mapping[str, Any], key: str) -> list[Any]:
-    """Return an entry that lists layers, [] if it is missing; raise InvalidInputError if it is no list."""
-    layers = values.get(key) or []
-    if not isinstance(layers, list):
-        raise InvalidInputError(f"{where}: {key} is {layers!r}, it must be a list of layers", key=key)
-    return layers
+    def check_length(self, key: str, layers: Sequence[Any], num_layers: int) -> None:
+        """Raise InvalidInputError if an entry describes another number of layers."""
+        if len(layers) != num_layers:
+            raise InvalidInputError(
+                f"{self.where}: {key} has {len(layers)} entries, num_hidden_layers is {num_layers}: give one for "
+                "each layer",
+                key=key,
+            )
 
+    def is_tied(self) -> bool:
+        """Return whether the output layer shares the embedding's weights; InvalidInputError if the entry is no bool."""
+        tied = self.get(key := "tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise InvalidInputError(f"{self.where}: {key} is {tied!r}, it must be true or false", key=key)
+        return tied
 
-def sparse_layers(where: str, values: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Return which layers of a Qwen have experts; InvalidInputError if decoder_sparse_step or mlp_only_layers is
-    wrong."""
-    every, dense = interval(where, values, "decoder_sparse_step", 1), some_layers(where, values, "mlp_only_layers")
-    return [layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers)]
+    def others(self, known: AbstractSet[str]) -> tuple[str, ...]:
+        """Return the entries that are not `known` and that transformers does not read, which change nothing: published
+        files have entries of whatever program wrote them. `why_not` gets those that transformers reads. A release later
+        than LOOKED_THROUGH may read more, so it gets all entries of its files."""
+        found = {
+            key: value
+            for key, value in self.items()
+            if key not in known and value is not None and bool(value) != READ_BY_TRANSFORMERS.get(key, False)
+        }
+        version = self.get("transformers_version")
+        release = re.match(r"(\d+)\.(\d+)", str(version))
+        is_later = release is not None and tuple(map(int, release.groups())) > LOOKED_THROUGH
+        which = f" (written by transformers {version})" if is_later else ""
+        refused = [key for key in found if is_later or key in READ_BY_TRANSFORMERS]
+        self.why_not += [f"{key} {found[key]!r}: not known here{which}" for key in refused]
+        return tuple(key for key in found if key not in refused)
 
 
 def in_one_number(which: Sequence[bool]) -> int | tuple[int, ...]:
@@ -122,13 +136,3 @@ def in_one_number(which: Sequence[bool]) -> int | tuple[int, ...]:
     every = which.index(False) + 1 if False in which else 0
     is_regular = every > 0 and all(one == (layer % every != 0) for layer, one in enumerate(which, 1))
     return every if is_regular else tuple(map(int, which))
-
-
-def is_tied(where: str, values: Mapping[str, Any]) -> bool:
-    """Return whether the output layer shares the embedding's weights; InvalidInputError if the entry is no bool."""
-    tied = values.get("tie_word_embeddings", False)
-    if not isinstance(tied, bool):
-        raise InvalidInputError(
-            f"{where}: tie_word_embeddings is {tied!r}, it must be true or false", key="tie_word_embeddings"
-        )
-    return tied

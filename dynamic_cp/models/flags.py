@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from dynamic_cp.models.table import (
@@ -373,6 +374,12 @@ def _named(**rows: Meaning) -> dict[str, Meaning]:
 _NAMES = ("shape", "entry", "config")
 LATENTS, _EXPERTS, _YARN = "multi_latent_attention", "num_experts", "position_embedding_type=yarn"
 _DELTA, MAMBA_LAYERS = "linear_attention=gated_delta_net", "linear_attention=mamba2"
+_of_latents = partial(Meaning, shape="=", config="=", needs=LATENTS, is_shown=True, kept="always")
+_of_delta = partial(Meaning, config="=", needs=_DELTA, is_shown=True, kept="always")
+_of_mamba = partial(Meaning, config="=", needs=MAMBA_LAYERS, is_shown=True, kept="always")
+_of_experts = partial(Meaning, config="=", needs=_EXPERTS, kept="always")
+_of_yarn = partial(Meaning, entry="=", needs=_YARN, is_shown=True)
+_beyond = partial(Meaning, entry="=", kept="on")
 MEANINGS: Mapping[str, Meaning] = _named(
     num_layers=Meaning(shape="=", config="="),
     hidden_size=Meaning(shape="=", config="="),
@@ -381,18 +388,18 @@ MEANINGS: Mapping[str, Meaning] = _named(
     group_query_attention=Meaning(False),
     num_query_groups=Meaning(shape="=", config="="),
     multi_latent_attention=Meaning(kept="on"),
-    kv_lora_rank=Meaning(32, shape="=", config="=", needs=LATENTS, is_shown=True, kept="always"),
+    kv_lora_rank=_of_latents(32),
     q_lora_rank=Meaning(shape="=", config="=", needs=LATENTS, kept="always"),
-    qk_head_dim=Meaning(128, shape="=", config="=", needs=LATENTS, is_shown=True, kept="always"),
-    qk_pos_emb_head_dim=Meaning(64, shape="=", config="=", needs=LATENTS, is_shown=True, kept="always"),
-    v_head_dim=Meaning(128, shape="=", config="=", needs=LATENTS, is_shown=True, kept="always"),
+    qk_head_dim=_of_latents(128),
+    qk_pos_emb_head_dim=_of_latents(64),
+    v_head_dim=_of_latents(128),
     rope_type=Meaning(config="=", needs=LATENTS, kept="always"),
     kv_channels=Meaning(shape="=", config="="),
-    squared_relu=Meaning(False, entry="=", kept="on"),
-    geglu=Meaning(False, entry="=", kept="on"),
-    quick_geglu=Meaning(False, entry="=", kept="on"),
-    glu_linear_offset=Meaning(0.0, entry="=", config="=", needs="quick_geglu", is_shown=True, kept="on"),
-    activation_func_clamp_value=Meaning(0.0, entry="=", config="=", needs="quick_geglu", kept="on"),
+    squared_relu=_beyond(False),
+    geglu=_beyond(False),
+    quick_geglu=_beyond(False),
+    glu_linear_offset=_beyond(0.0, config="=", needs="quick_geglu", is_shown=True),
+    activation_func_clamp_value=_beyond(0.0, config="=", needs="quick_geglu"),
     swiglu=Meaning(False),
     sandwich_norm=Meaning(False, shape="=", kept="on"),
     attention_output_gate=Meaning(False, shape="=", config="=", kept="on"),
@@ -402,39 +409,21 @@ MEANINGS: Mapping[str, Meaning] = _named(
     experimental_attention_variant=Meaning(config="=", needs="linear_attention"),
     linear_attention_freq=Meaning(config="=", needs="linear_attention"),
     hybrid_override_pattern=Meaning(),
-    linear_conv_kernel_dim=Meaning(
-        4, shape="linear_attention.kernel_size", config="=", needs=_DELTA, is_shown=True, kept="always"
-    ),
-    linear_key_head_dim=Meaning(
-        128, shape="linear_attention.key_size", config="=", needs=_DELTA, is_shown=True, kept="always"
-    ),
-    linear_value_head_dim=Meaning(
-        128, shape="linear_attention.value_size", config="=", needs=_DELTA, is_shown=True, kept="always"
-    ),
-    linear_num_key_heads=Meaning(
-        16, shape="linear_attention.num_groups", config="=", needs=_DELTA, is_shown=True, kept="always"
-    ),
-    linear_num_value_heads=Meaning(
-        32, shape="linear_attention.num_heads", config="=", needs=_DELTA, is_shown=True, kept="always"
-    ),
-    mamba_state_dim=Meaning(
-        128, shape="linear_attention.key_size", config="=", needs=MAMBA_LAYERS, is_shown=True, kept="always"
-    ),
-    mamba_head_dim=Meaning(
-        64, shape="linear_attention.value_size", config="=", needs=MAMBA_LAYERS, is_shown=True, kept="always"
-    ),
-    mamba_num_groups=Meaning(
-        8, shape="linear_attention.num_groups", config="=", needs=MAMBA_LAYERS, is_shown=True, kept="always"
-    ),
+    linear_conv_kernel_dim=_of_delta(4, shape="linear_attention.kernel_size"),
+    linear_key_head_dim=_of_delta(128, shape="linear_attention.key_size"),
+    linear_value_head_dim=_of_delta(128, shape="linear_attention.value_size"),
+    linear_num_key_heads=_of_delta(16, shape="linear_attention.num_groups"),
+    linear_num_value_heads=_of_delta(32, shape="linear_attention.num_heads"),
+    mamba_state_dim=_of_mamba(128, shape="linear_attention.key_size"),
+    mamba_head_dim=_of_mamba(64, shape="linear_attention.value_size"),
+    mamba_num_groups=_of_mamba(8, shape="linear_attention.num_groups"),
     mamba_num_heads=Meaning(shape="linear_attention.num_heads", config="=", needs=MAMBA_LAYERS, kept="always"),
     num_experts=Meaning(shape="experts.num_experts", config="num_moe_experts", needs=_EXPERTS, kept="always"),
-    moe_router_topk=Meaning(2, shape="experts.topk", config="=", needs=_EXPERTS, is_shown=True, kept="always"),
-    moe_ffn_hidden_size=Meaning(shape="experts.ffn_hidden_size", config="=", needs=_EXPERTS, kept="always"),
-    moe_shared_expert_intermediate_size=Meaning(
-        shape="experts.shared_ffn_hidden_size", config="=", needs=_EXPERTS, kept="always"
-    ),
-    moe_shared_expert_gate=Meaning(False, shape="experts.shared_gate", config="=", needs=_EXPERTS, kept="always"),
-    moe_layer_freq=Meaning(1, shape="experts.layer_freq", config="=", needs=_EXPERTS, kept="always"),
+    moe_router_topk=_of_experts(2, shape="experts.topk", is_shown=True),
+    moe_ffn_hidden_size=_of_experts(shape="experts.ffn_hidden_size"),
+    moe_shared_expert_intermediate_size=_of_experts(shape="experts.shared_ffn_hidden_size"),
+    moe_shared_expert_gate=_of_experts(False, shape="experts.shared_gate"),
+    moe_layer_freq=_of_experts(1, shape="experts.layer_freq"),
     moe_grouped_gemm=Meaning(False, config="=", needs=_EXPERTS),
     mtp_num_layers=Meaning(0, shape="=", config="=", kept="on"),
     mtp_loss_scaling_factor=Meaning(config="="),
@@ -448,38 +437,34 @@ MEANINGS: Mapping[str, Meaning] = _named(
     max_position_embeddings=Meaning(0, entry="=", is_shown=True),
     rotary_base=Meaning(10000, entry="=", needs="position_embedding_type=rope|yarn", is_shown=True),
     rotary_percent=Meaning(1.0, entry="=", needs="position_embedding_type=rope|yarn"),
-    window_rotary_base=Meaning(0, entry="=", kept="on"),
+    window_rotary_base=_beyond(0),
     rotary_interleaved=Meaning(False, entry="=", config="="),
-    no_rope_freq=Meaning((), entry="=", config="=", kept="on"),
+    no_rope_freq=_beyond((), config="="),
     rotary_seq_len_interpolation_factor=Meaning(1, kept="on"),
-    use_rope_scaling=Meaning(False, entry="=", kept="on"),
+    use_rope_scaling=_beyond(False),
     rope_scaling_factor=Meaning(8.0, entry="=", needs="use_rope_scaling", is_shown=True, kept="always"),
-    rotary_scaling_factor=Meaning(1.0, entry="=", needs=_YARN, is_shown=True),
-    yarn_original_max_position_embeddings=Meaning(4096, entry="=", needs=_YARN, is_shown=True),
-    yarn_beta_fast=Meaning(32.0, entry="=", needs=_YARN, is_shown=True),
-    yarn_beta_slow=Meaning(1.0, entry="=", needs=_YARN, is_shown=True),
-    mscale=Meaning(1.0, entry="=", needs=_YARN, is_shown=True),
-    mscale_all_dim=Meaning(0.0, entry="=", needs=_YARN, is_shown=True),
+    rotary_scaling_factor=_of_yarn(1.0),
+    yarn_original_max_position_embeddings=_of_yarn(4096),
+    yarn_beta_fast=_of_yarn(32.0),
+    yarn_beta_slow=_of_yarn(1.0),
+    mscale=_of_yarn(1.0),
+    mscale_all_dim=_of_yarn(0.0),
     yarn_correction_range_round_to_int=Meaning(True, entry="=", needs=_YARN),
     disable_bias_linear=Meaning(entry="not add_bias_linear", config="not add_bias_linear"),
     add_qkv_bias=Meaning(entry="=", config="="),
     qk_layernorm=Meaning(entry="=", config="="),
     qk_l2_norm=Meaning(False, config="=", kept="on"),
-    softmax_type=Meaning("vanilla", entry="=", config="=", kept="on"),
-    residual_multiplier=Meaning(1.0, entry="=", kept="on"),
-    embedding_multiplier=Meaning(1.0, entry="=", kept="on"),
-    logits_scaling=Meaning(1.0, entry="=", kept="on"),
-    softmax_scale=Meaning(0.0, entry="=", config="=", kept="on"),
-    moe_router_score_function=Meaning(
-        "softmax", entry="router_score_function", config="=", needs=_EXPERTS, kept="always"
-    ),
-    moe_router_pre_softmax=Meaning(False, entry="router_pre_softmax", config="=", needs=_EXPERTS, kept="always"),
-    moe_router_num_groups=Meaning(0, entry="router_num_groups", config="=", needs=_EXPERTS, kept="always"),
-    moe_router_group_topk=Meaning(0, entry="router_group_topk", config="=", needs=_EXPERTS, kept="always"),
-    moe_router_topk_scaling_factor=Meaning(
-        1.0, entry="router_scaling_factor", config="=", needs=_EXPERTS, kept="always"
-    ),
-    moe_router_enable_expert_bias=Meaning(False, entry="router_expert_bias", config="=", needs=_EXPERTS, kept="always"),
+    softmax_type=_beyond("vanilla", config="="),
+    residual_multiplier=_beyond(1.0),
+    embedding_multiplier=_beyond(1.0),
+    logits_scaling=_beyond(1.0),
+    softmax_scale=_beyond(0.0, config="="),
+    moe_router_score_function=_of_experts("softmax", entry="router_score_function"),
+    moe_router_pre_softmax=_of_experts(False, entry="router_pre_softmax"),
+    moe_router_num_groups=_of_experts(0, entry="router_num_groups"),
+    moe_router_group_topk=_of_experts(0, entry="router_group_topk"),
+    moe_router_topk_scaling_factor=_of_experts(1.0, entry="router_scaling_factor"),
+    moe_router_enable_expert_bias=_of_experts(False, entry="router_expert_bias"),
     init_method_std=Meaning(0.02, entry="=", config="=", is_shown=True),
     moe_router_dtype=Meaning(config="=", needs=_EXPERTS),
     moe_router_bias_update_rate=Meaning(0.001, config="=", needs=_EXPERTS),

@@ -2,73 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import hybrids
 from dynamic_cp.models.architecture import Architecture, architecture_of
-from dynamic_cp.models.entries import SIZES as SIZES
-from dynamic_cp.models.entries import (
-    in_one_number,
-    interval,
-    is_tied,
-    named,
-    number,
-    others,
-    some_layers,
-    sparse_layers,
-    whole_number,
+from dynamic_cp.models.entries import SIZES, Entries, in_one_number, named
+from dynamic_cp.models.families import (
+    FAMILIES,
+    LATENT_SIZES,
+    MODULES,
+    SAME_AS,
+    SLIDING,
+    TANH_GELU,
+    TEXTS,
+    WHOLE,
+    Family,
+    names,
 )
 from dynamic_cp.models.rotation import rotation
-from dynamic_cp.models.routing import routing
-from dynamic_cp.types import Experts, ModelShape
+from dynamic_cp.models.routing import experts_of, has_experts, routing
+from dynamic_cp.types import ModelShape
 
-_GEMMAS = ("gemma", "gemma2", "gemma3_text")
-"""Decoders that tie their embeddings unless they say so."""
-WHY_NOT_TRAINED = {
-    "gemma2": "scores and logits that are capped",
-    **dict.fromkeys(("olmo2", "olmo3"), "norms behind attention and MLP alone, and of all heads together"),
-}
-"""Decoders whose layers differ from the others' in what is not priced -> how they differ."""
-_LATENTS = ("deepseek_v2", "deepseek_v3")
-"""Decoders with multi-latent attention; version 3 may predict further tokens."""
-_DEEPSEEKS = ("deepseek", *_LATENTS)
-_MOES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", *_DEEPSEEKS)
-"""Decoders with experts, in some layers at least; those of DeepSeek may have none."""
-_GLMS = ("glm", "glm4")
-"""Decoders that rotate neighbouring channels, of half a head unless they say so, with biases in the QKV projection."""
-_DECODERS = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "phi3",
-    "smollm3",
-    "granite",
-    "olmo2",
-    "olmo3",
-    *_GLMS,
-    *_GEMMAS,
-    *_MOES,
-)
-"""Decoders with a gate and an up projection in each MLP, whatever their hidden_act."""
-_QWENS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-_ASKED_FOR = (*_QWENS, "smollm3")
-"""Decoders that have windows only if use_sliding_window says so."""
-_NO_WINDOWS = ("llama", "gemma", "granite", "olmo2", *_GLMS)
-PARTLY_ROTATED = ("phi3", *_GLMS, *hybrids.PARTLY_ROTATED)
-"""Families for which transformers reads partial_rotary_factor."""
-MODULES = hybrids.MODULES
-"""Entry: modules that predict further tokens."""
-_ENCODERS = {"bert": False, "modernbert": True}
-"""Dense models whose tokens attend to their whole sample -> whether the MLP has a gate."""
-SAME_AS = {"kimi_k2": "deepseek_v3"}
-"""model_type -> the one whose layers it has."""
-MODEL_TYPES = (*_DECODERS, *SAME_AS, *hybrids.MODEL_TYPES, *_ENCODERS)
-_SLIDING, _WHOLE = "sliding_attention", "full_attention"
-"""Entries of layer_types."""
-
+MODEL_TYPES = tuple(FAMILIES)
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _NOT_ATTENTION = {
     **dict.fromkeys(
@@ -89,80 +47,65 @@ _NOT_PRICED = {
     MODULES: ("prediction of several tokens", 1),
 }
 """Key of what the cost model has no formula for -> what it is, and the least value with which it is there."""
-
-LATENT_SIZES = {
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_head_dim",
-    "qk_rope_head_dim": "qk_pos_emb_head_dim",
-    "v_head_dim": "v_head_dim",
-}
-"""Entry of latent attention -> field of `ModelShape`."""
 _OF_LATENTS = frozenset({*LATENT_SIZES, "q_lora_rank", MODULES})
 _LATENT_EPSILON = 1e-6
 """Epsilon of the norms of latents, whatever rms_norm_eps says."""
 _QUICK_GELU = 1.702
 """Factor in the gates of gpt-oss."""
-FACTORS = ("residual_multiplier", "embedding_multiplier", "logits_scaling")
-"""Entries of Granite, and flags."""
-_OF_FAMILY = {
-    "gpt_oss": frozenset({"swiglu_alpha", "swiglu_limit", "experts_per_token", "initial_context_length"}),
-    "qwen2_moe": frozenset({"qkv_bias"}),
-    "phi3": frozenset({"original_max_position_embeddings"}),
-    "smollm3": frozenset({"no_rope_layers", "no_rope_layer_interval"}),
-    "granite": frozenset({"attention_multiplier", *FACTORS}),
-    "gemma": frozenset({"hidden_activation"}),
-    "gemma2": frozenset({"hidden_activation", "query_pre_attn_scalar"}),
-    "gemma3_text": frozenset({"hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"}),
-}
-"""Further entries of a family. The last two of gpt_oss repeat others; that of phi3 belongs to a RoPE that is
-refused."""
-_OF_EXPERTS = frozenset(
-    {
-        "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace",
-        "moe_layer_freq", "n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor",
-        "scoring_func", "seq_aux", "aux_loss_alpha", "ep_size", "qk_head_dim", "rope_interleave",
-    }
-)  # fmt: skip
-"""Entries of DeepSeek on experts, whether layers have some or not, and on heads."""
-
-_ARCHITECTURE = frozenset(
-    {
-        "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "attention_bias",
-        "mlp_bias", "attention_dropout", "hidden_act", "initializer_range", "max_position_embeddings",
-        "norm_topk_prob", "quantization_config",
-    }
-)  # fmt: skip
-_NOT_THE_MODEL = frozenset(
-    {
-        # Files and software.
-        "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "transformers.js_config",
-        "name_or_path", "_name_or_path", "_commit_hash", "_attn_implementation", "attn_implementation",
-        "_attn_implementation_autoset", "use_cache", "torchscript", "pretraining_tp", "use_bfloat16", "tf_legacy_loss",
-        "return_dict", "output_hidden_states", "output_attentions", "output_scores", "return_dict_in_generate",
-        # Token ids and heads for classes.
-        "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
-        "tokenizer_class", "prefix", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
-        # Of all models: how a text is computed in parts, and whether tokens attend to those before only.
-        "chunk_size_feed_forward", "is_decoder",
-        # What routers put out and learn by, which is the run's choice.
-        "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
-    }
-)  # fmt: skip
-"""Entries that change nothing that is trained."""
-_PRICED = frozenset(
-    {
-        *SIZES, *_NOT_PRICED, *_OF_LATENTS, "model_type", "num_experts_per_tok", "moe_intermediate_size",
-        "first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step", "mlp_only_layers", "n_shared_experts",
-        "shared_expert_intermediate_size", "tie_word_embeddings", "sliding_window", "use_sliding_window",
-        "max_window_layers", "layer_types", "sliding_window_pattern", "_sliding_window_pattern",
-    }
-)  # fmt: skip
-"""Entries that `model_shape` reads or refuses."""
+_OF_ALL = names(
+    # Flags.
+    """rms_norm_eps rope_theta rope_scaling rope_parameters partial_rotary_factor attention_bias mlp_bias
+    attention_dropout hidden_act initializer_range max_position_embeddings norm_topk_prob quantization_config
+    model_type num_experts_per_tok moe_intermediate_size decoder_sparse_step mlp_only_layers
+    shared_expert_intermediate_size tie_word_embeddings sliding_window layer_types n_routed_experts num_experts
+    num_local_experts n_shared_experts"""
+    # Files and software.
+    """ architectures auto_map dtype torch_dtype transformers_version transformers.js_config name_or_path _name_or_path
+    _commit_hash _attn_implementation attn_implementation _attn_implementation_autoset use_cache torchscript
+    pretraining_tp use_bfloat16 tf_legacy_loss return_dict output_hidden_states output_attentions output_scores
+    return_dict_in_generate"""
+    # Token ids and heads for classes.
+    """ bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
+    id2label label2id problem_type finetuning_task task_specific_params"""
+    # Of all models: how a text is computed in parts, and whether tokens attend to those before only.
+    """ chunk_size_feed_forward is_decoder"""
+    # What routers put out and learn by, which is the run's choice.
+    """ output_router_logits router_aux_loss_coef router_jitter_noise"""
+) | {*SIZES, MODULES}
+"""Entries of all families that are read or refused here, or change nothing that is trained."""
+_OF_OTHERS = names(
+    """first_k_dense_replace moe_layer_freq use_sliding_window max_window_layers sliding_window_pattern
+    _sliding_window_pattern"""
+) | {*_NOT_PRICED, *_OF_LATENTS}
+"""More of them, of all but hybrids."""
 
 
 def is_config(data: Mapping[str, Any]) -> bool:
     """Return whether `data` looks like a Hugging Face config.json rather than a file of this project."""
     return "model_type" in data or "num_hidden_layers" in data
+
+
+def known_entries(model_type: str) -> frozenset[str]:
+    """Return the entries of a config of `model_type` that are read or refused here, or change nothing."""
+    family = FAMILIES.get(model_type, Family())
+    own = hybrids.known_entries(model_type) if family.kind else _OF_OTHERS | family.known
+    return _OF_ALL | own | {row.entry for row in family.rows}
+
+
+def _opened(where: str, data: Mapping[str, Any]) -> tuple[Entries, Family]:
+    """Return the entries of a language model, without towers around it, and its family. They include the family's own
+    defaults, and model_type is the one whose layers it has."""
+    name = str(data.get("model_type"))
+    if name in TEXTS:
+        text = data.get("text_config")
+        if not isinstance(text, Mapping):
+            raise InvalidInputError(
+                f"{where}: text_config is {text!r}, model_type {name} has its language model in it", key="text_config"
+            )
+        data = {"tie_word_embeddings": data.get("tie_word_embeddings", False), **text}
+    same = TEXTS.get(name) or SAME_AS.get(name)
+    family = FAMILIES.get(same or name, Family())
+    return Entries(where, {**family.defaults, **data, **({"model_type": same} if same else {})}), family
 
 
 def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
@@ -174,140 +117,116 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
 
     Limits: biases, query/key norms and the layer before a masked LM's head are not counted.
     """
-    if hybrids.is_config(data):
-        return hybrids.model_shape(where, data)
-    source = f"{where} (Hugging Face config, model_type {data.get('model_type')})"
-    data = _as_family(data)
-    model_type = data.get("model_type")
-    _refuse_what_has_no_price(where, data)
+    config, family = _opened(where, data)
+    called = config["model_type"] if family.kind else data.get("model_type")
+    with named(where):
+        return ModelShape(
+            **{
+                "gated_linear_unit": True,
+                **{name: value for name, value in family.has.items() if name in _OF_SHAPE},
+                **{row.flag: row.read(config) for row in family.rows if row.flag in _OF_SHAPE},
+                **(hybrids.layers(config, family) if family.kind else _layers(config, family)),
+            },
+            causal_attention=not family.is_encoder or bool(config.get("is_decoder")),
+            share_embeddings_and_output_weights=config.is_tied(),
+            source=f"{where} (Hugging Face config, model_type {called})",
+        )
+
+
+_OF_SHAPE = frozenset(field.name for field in fields(ModelShape))
+
+
+def _layers(config: Entries, family: Family) -> dict[str, Any]:
+    """Return the fields of `ModelShape` that describe the layers."""
+    model_type = config.get("model_type")
+    _refuse_what_has_no_price(config, family)
     if str(model_type) not in MODEL_TYPES:
         raise UnsupportedFeatureError(
-            f"{where}: model_type is {model_type!r}, known are {', '.join(MODEL_TYPES)}: "
+            f"{config.where}: model_type is {model_type!r}, known are {', '.join(MODEL_TYPES)}: "
             "write the numbers into a file like the bundled models",
             key="model_type",
         )
-    _check_layer_types(where, data)
-    latents = _latents(where, data)
-    values = _completed(where, data, latents)
-    sizes: dict[str, Any] = {name: whole_number(where, values, key, SIZES) for key, name in SIZES.items()}
-    with named(where):
-        return ModelShape(
-            **sizes,
-            gated_linear_unit=_ENCODERS.get(str(model_type), True),
-            causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
-            share_embeddings_and_output_weights=is_tied(where, values),
-            sandwich_norm=model_type in ("glm4", "gemma3_text"),
-            **_windows(where, data, sizes["num_layers"]),
-            experts=_experts(where, data, sizes["num_layers"]) if _has_experts(data) else None,
-            **latents,
-            source=source,
+    _check_layer_types(config, family)
+    found: dict[str, Any] = {}
+    if family.has_latents:
+        found = {name: config.whole(key, LATENT_SIZES) for key, name in LATENT_SIZES.items()}
+        more = {"q_lora_rank": "q_lora_rank", MODULES: "mtp_num_layers"}
+        found |= {name: config.whole(key) for key, name in more.items() if config.get(key) is not None}
+        # transformers has other numbers in head_dim of some of these; each query head has its own keys.
+        config["head_dim"] = found["qk_head_dim"] + found["qk_pos_emb_head_dim"]
+    if family.kv_heads == "all" or (family.kv_heads == "or left out" and config.get("num_key_value_heads") is None):
+        config["num_key_value_heads"] = config.get("num_attention_heads")
+    if family.divided:
+        config["head_dim"] = _head_dim(config)
+    found |= {name: config.whole(key, SIZES) for key, name in SIZES.items()}
+    found |= _windows(config, family, found["num_layers"])
+    if has_experts(config, family):
+        found["experts"] = experts_of(config, family, found["num_layers"])
+    return found
+
+
+def _head_dim(config: Entries) -> int:
+    """Return the width of a head, also if the file does not state it."""
+    if config.get("head_dim") is not None:
+        return config.whole("head_dim", SIZES)
+    hidden_size, heads = (config.whole(key, SIZES) for key in ("hidden_size", "num_attention_heads"))
+    if heads < 1 or hidden_size % heads:
+        raise InvalidInputError(
+            f"{config.where}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}: give "
+            "head_dim",
+            key="head_dim",
         )
+    return hidden_size // heads
 
 
-def _as_family(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    same = SAME_AS.get(str(data.get("model_type")))
-    return data if same is None else {**data, "model_type": same}
-
-
-def _check_layer_types(where: str, data: Mapping[str, Any]) -> None:
+def _check_layer_types(config: Entries, family: Family) -> None:
     """Refuse layers whose attention has no price."""
-    model_type = data.get("model_type")
-    layer_types = some_layers(where, data, "layer_types")
-    every = data.get("global_attn_every_n_layers", 3)
-    if model_type == "modernbert" and not layer_types and every != 1:
+    layer_types, every = config.some_layers("layer_types"), config.get("global_attn_every_n_layers", 3)
+    if config["model_type"] == "modernbert" and not layer_types and every != 1:
         raise UnsupportedFeatureError(
-            f"{where}: global_attn_every_n_layers is {every!r}, only attention over whole sequences is priced: set it "
-            "to 1",
+            f"{config.where}: global_attn_every_n_layers is {every!r}, only attention over whole sequences is priced: "
+            "set it to 1",
             key="global_attn_every_n_layers",
         )
-    priced = {_WHOLE} if model_type in _ENCODERS else {_WHOLE, _SLIDING}
+    priced = {WHOLE} if family.is_encoder else {WHOLE, SLIDING}
     if others := {str(one) for one in layer_types} - priced:
         raise UnsupportedFeatureError(
-            f"{where}: layer_types has {', '.join(sorted(others))}, only {' and '.join(sorted(priced))} are priced for "
-            f"model_type {model_type}",
+            f"{config.where}: layer_types has {', '.join(sorted(others))}, only {' and '.join(sorted(priced))} are "
+            f"priced for model_type {config['model_type']}",
             key="layer_types",
         )
 
 
-def _completed(where: str, data: Mapping[str, Any], latents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `data` with the sizes that a model type leaves to its code."""
-    model_type = data.get("model_type")
-    values = dict(data)
-    if latents:
-        # transformers has other numbers in head_dim of some of these; each query head has its own keys.
-        values["head_dim"] = latents["qk_head_dim"] + latents["qk_pos_emb_head_dim"]
-        values["num_key_value_heads"] = values.get("num_attention_heads")
-    if model_type in _ENCODERS:
-        values["num_key_value_heads"] = values.get("num_attention_heads")
-    if model_type in (*_ENCODERS, *_GEMMAS, "smollm3"):
-        values.setdefault("tie_word_embeddings", True)
-    if model_type in ("llama", "phi3") and values.get("num_key_value_heads") is None:
-        values["num_key_value_heads"] = values.get("num_attention_heads")
-    if model_type not in ("qwen3", "qwen3_moe", "gpt_oss") and values.get("head_dim") is None:
-        values["head_dim"] = _divided(where, values)
-    return values
-
-
-def _latents(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of latent attention and of further tokens under the names of `ModelShape`; {} for other
-    models."""
-    if data.get("model_type") not in _LATENTS:
-        return {}
-    found = {name: whole_number(where, data, key, LATENT_SIZES) for key, name in LATENT_SIZES.items()}
-    for key, name in (("q_lora_rank", "q_lora_rank"), (MODULES, "mtp_num_layers")):
-        if data.get(key) is not None:
-            found[name] = whole_number(where, data, key, (key,))
-    return found
-
-
-def num_modules(where: str, data: Mapping[str, Any]) -> int:
-    """Return the number of modules that predict further tokens."""
-    return 0 if data.get(MODULES) is None else whole_number(where, data, MODULES, (MODULES,))
-
-
-def _has_experts(data: Mapping[str, Any]) -> bool:
-    if data.get("model_type") not in _DEEPSEEKS:
-        return data.get("model_type") in _MOES
-    first, layers = data.get("first_k_dense_replace"), data.get("num_hidden_layers")
-    return data.get("n_routed_experts") is not None and not (
-        isinstance(first, int) and isinstance(layers, int) and first >= layers
-    )
-
-
-def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+def _windows(config: Entries, family: Family, num_layers: int) -> dict[str, Any]:
     """Return `window_tokens` and `window_attn_skip_freq` of the shape, with the layers of transformers. A sliding
     window counts the token itself, as `window_tokens` does."""
-    model_type, layer_types = data.get("model_type"), data.get("layer_types")
-    is_used = data.get("use_sliding_window", model_type not in _ASKED_FOR)
-    window = data.get("sliding_window") if is_used and model_type not in _ENCODERS else None
+    where, layer_types = config.where, config.get("layer_types")
+    is_used = config.get("use_sliding_window", not family.asked) and family.windows != "none"
+    window = config.get("sliding_window") if is_used else None
     if window is None:
-        if layer_types and _SLIDING in layer_types:
+        if layer_types and SLIDING in layer_types:
             raise InvalidInputError(
-                f"{where}: layer_types has {_SLIDING}, and sliding_window is {data.get('sliding_window')!r}, "
-                f"use_sliding_window {data.get('use_sliding_window')!r}: give the window, or {_WHOLE} only",
+                f"{where}: layer_types has {SLIDING}, and sliding_window is {config.get('sliding_window')!r}, "
+                f"use_sliding_window {config.get('use_sliding_window')!r}: give the window, or {WHOLE} only",
                 key="layer_types",
             )
         return {}
-    if model_type in _NO_WINDOWS:
+    if family.windows == "refused":
         raise UnsupportedFeatureError(
-            f"{where}: sliding_window is {window!r}, which model_type {model_type} does not have: set it to null",
+            f"{where}: sliding_window is {window!r}, which model_type {config['model_type']} does not have: set it to "
+            "null",
             key="sliding_window",
         )
-    window = whole_number(where, data, "sliding_window", ("sliding_window",))
+    window = config.whole("sliding_window")
     if layer_types:
-        windowed = [one == _SLIDING for one in layer_types]
-        if len(windowed) != num_layers:
-            raise InvalidInputError(
-                f"{where}: layer_types has {len(windowed)} entries, num_hidden_layers is {num_layers}: give one for "
-                "each layer",
-                key="layer_types",
-            )
-    elif model_type in _QWENS:
-        first = whole_number(where, {"max_window_layers": 28, **data}, "max_window_layers", ())
+        config.check_length("layer_types", layer_types, num_layers)
+        windowed = [one == SLIDING for one in layer_types]
+    elif family.windows == "last":
+        first = Entries(where, {"max_window_layers": 28, **config}).whole("max_window_layers")
         windowed = [layer >= first for layer in range(num_layers)]
-    elif model_type in _GEMMAS:
-        key = "_sliding_window_pattern" if "_sliding_window_pattern" in data else "sliding_window_pattern"
-        every = interval(where, data, key, 2 if model_type == "gemma2" else 6)
+    elif family.windows == "most":
+        key = "_sliding_window_pattern" if "_sliding_window_pattern" in config else "sliding_window_pattern"
+        every = config.interval(key, family.defaults["sliding_window_pattern"])
         windowed = [layer % every != 0 for layer in range(1, num_layers + 1)]
     else:
         windowed = [True] * num_layers
@@ -316,64 +235,25 @@ def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, 
     return {"window_tokens": window, "window_attn_skip_freq": 0 if all(windowed) else in_one_number(windowed)}
 
 
-def _experts(where: str, data: Mapping[str, Any], num_layers: int) -> Experts:
-    """Return the experts of a model of one of `_MOES`, with the layers of transformers."""
-    model_type = data["model_type"]
-
-    def entry(key: str, default: int | None = None) -> int:
-        return whole_number(where, data if data.get(key) is not None else {**data, key: default}, key, needed)
-
-    if model_type in ("mixtral", "gpt_oss"):
-        needed: tuple[str, ...] = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
-        counts, width, moe = "num_local_experts", entry("intermediate_size"), [True] * num_layers
-    elif model_type in _DEEPSEEKS:
-        needed = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-        counts, width = "n_routed_experts", entry("moe_intermediate_size")
-        first, every = entry("first_k_dense_replace", 0), interval(where, data, "moe_layer_freq", 1)
-        moe = [layer >= first and layer % every == 0 for layer in range(num_layers)]
-    else:
-        needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-        # transformers 5 writes this name into configs of qwen3_moe.
-        counts = "num_local_experts" if data.get("num_experts") is None and "num_local_experts" in data else needed[0]
-        width, moe = entry("moe_intermediate_size"), sparse_layers(where, data, num_layers)
-    shared = entry("n_shared_experts", 0) * width if model_type in _DEEPSEEKS else 0
-    if model_type == "qwen2_moe":
-        shared = entry("shared_expert_intermediate_size", 0)
-    return Experts(
-        num_experts=entry(counts),
-        topk=entry("num_experts_per_tok"),
-        ffn_hidden_size=width,
-        shared_ffn_hidden_size=shared,
-        shared_gate=model_type == "qwen2_moe" and shared > 0,
-        layer_freq=1 if all(moe) else tuple(map(int, moe)),
-    )
-
-
-def layer_types(windowed: Sequence[bool]) -> Iterator[str]:
-    """Yield the entries of layer_types for layers with and without a window."""
-    yield from (_SLIDING if has_one else _WHOLE for has_one in windowed)
-
-
-def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
+def _refuse_what_has_no_price(config: Entries, family: Family) -> None:
     """Refuse what the cost model has no formula for; other ways for tokens to meet are named first, and alone."""
-    parts = [data, *(part for part in data.values() if isinstance(part, Mapping))]  # text_config, ffn_config
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]  # text_config, ffn_config
     found: dict[str, str] = {}
     for part in parts:
         for key, what in _NOT_ATTENTION.items():
             if value := part.get(key):
                 number = f" {value}" if isinstance(value, int) else ""
                 found.setdefault(what, f"{what} ({key}{number})")
-    model_type = data.get("model_type")
-    priced = {*(_EXPERT_COUNTS if model_type in _MOES else ()), *(_OF_LATENTS if model_type in _LATENTS else ())}
+    priced = {*(_EXPERT_COUNTS if family.experts else ()), *(_OF_LATENTS if family.has_latents else ())}
     for part in () if found else parts:
         for key, (what, least) in _NOT_PRICED.items():
-            value = None if key in priced and part is data else part.get(key)
+            value = None if key in priced and part is config else part.get(key)
             if isinstance(value, int) and value >= least:
                 found.setdefault(what, f"{what} ({key} {value})")
     if found:
         raise UnsupportedFeatureError(
-            f"{where}: model_type {data.get('model_type')!r} has {' and '.join(found.values())}, which cannot be "
-            f"priced yet: give one of {', '.join(MODEL_TYPES)}",
+            f"{config.where}: model_type {config.get('model_type')!r} has {' and '.join(found.values())}, which cannot "
+            f"be priced yet: give one of {', '.join(MODEL_TYPES)}",
             key=next(iter(found)),
         )
 
@@ -382,171 +262,126 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
     """Return what `data`, whose shape `model_shape` has read, says beyond it; InvalidInputError for a wrong type.
     Nothing is left out silently: `not_trained` has what pretrain_gpt.py lacks, `not_read` what transformers does not
     read either, `not_imported` quantized weights, which do not matter to a run that starts without them."""
-    if hybrids.is_config(data):
-        return hybrids.architecture(where, data, _ARCHITECTURE | _NOT_THE_MODEL)
-    data = _as_family(data)
-    model_type = data.get("model_type")
-    rotates, not_trained = rotation(where, data)
-    routes, why_routed_otherwise = routing(where, data) if _has_experts(data) else ({}, [])
-    attention_bias, mlp_bias = bool(data.get("attention_bias")), bool(data.get("mlp_bias"))
-    of_qkv = model_type == "qwen2" or (model_type == "qwen2_moe" and bool(data.get("qkv_bias", True)))
-    if model_type in _GLMS:
-        attention_bias, of_qkv = False, bool(data.get("attention_bias", True))
-    not_trained += why_routed_otherwise
-    if model_type == "gpt_oss":
-        # One entry is for all biases, those of experts and of their router among them.
-        attention_bias = mlp_bias = bool(data.get("attention_bias", True))
-        not_trained += _why_gpt_oss_differs(data)
-    not_trained += _why_trained_otherwise(where, data, rotates, attention_bias, mlp_bias)
-    refused, not_read = ([], ()) if model_type in _ENCODERS else others(data, known_entries(str(model_type)))
-    not_trained += refused
+    config, family = _opened(where, data)
+    model_type = str(config.get("model_type"))
+    flags = {name: value for name, value in family.has.items() if name not in _OF_SHAPE}
+    if "position_embedding_type" not in flags:
+        flags |= rotation(config, family)
+    if hybrids.route_to_experts(config, family) if family.kind else has_experts(config, family):
+        flags |= routing(config, family)
+    attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    if family.biases != "with mlp_bias":
+        attention = family.biases == "of all" and bool(config.get("attention_bias", True))
+        mlp = mlp if family.biases == "a row" else attention
+    differs = hybrids.differs(config, family) if family.kind else _differs(config, family, flags, attention, mlp)
+    config.why_not += differs
+    not_read = () if family.is_encoder else config.others(known_entries(model_type))
+    flags |= {row.flag: row.read(config) for row in family.rows if row.flag not in _OF_SHAPE}
     return architecture_of(
         {
             "normalization": "RMSNorm",
-            "norm_epsilon": number(where, data, "rms_norm_eps", 1e-6),
-            "disable_bias_linear": not (attention_bias and mlp_bias),
-            "add_qkv_bias": of_qkv,
-            "qk_layernorm": model_type in ("qwen3", "qwen3_moe", "gemma3_text", *_LATENTS),
-            **rotates,
-            "rotary_interleaved": model_type in _GLMS,
-            "no_rope_freq": _unrotated(where, data) if model_type == "smollm3" else (),
-            **(_factors(where, data) if model_type == "granite" else {}),
-            **(_of_gemma(where, data) if model_type in _GEMMAS else {}),
-            **routes,
-            **(_activation(where, data) if model_type == "gpt_oss" else {}),
-            "max_position_embeddings": int(number(where, data, "max_position_embeddings", 0)),
-            "init_method_std": number(where, data, "initializer_range", 0.02),
+            "norm_epsilon": config.number(*family.epsilon),
+            "disable_bias_linear": not (attention and mlp),
+            "add_qkv_bias": False,
+            "qk_layernorm": False,
+            **flags,
+            **(_OWN[model_type](config) if model_type in _OWN else {}),
+            "max_position_embeddings": int(config.number("max_position_embeddings", 0)),
+            "init_method_std": config.number("initializer_range", 0.02),
         },
-        not_trained=tuple(not_trained),
-        not_imported=(f"quantization_config {quantized!r}: weights are quantized, save the model in bfloat16",)
-        if (quantized := data.get("quantization_config"))
-        else (),
+        not_trained=tuple(config.why_not),
+        not_imported=_not_imported(config, family),
         not_read=not_read,
     )
 
 
-def known_entries(model_type: str) -> frozenset[str]:
-    """Return the entries of a config of `model_type` that are read or refused here, or change nothing."""
-    if model_type in hybrids.MODEL_TYPES:
-        return hybrids.known_entries(model_type, _ARCHITECTURE | _NOT_THE_MODEL)
-    of_experts = _OF_EXPERTS if model_type in _LATENTS else frozenset()
-    return _PRICED | _ARCHITECTURE | _NOT_THE_MODEL | of_experts | _OF_FAMILY.get(model_type, frozenset())
+def _not_imported(config: Entries, family: Family) -> tuple[str, ...]:
+    if family.kind:
+        why = f"weights of model_type {config['model_type']}: names of layers with linear attention are not known"
+        return (why,) if family.differs else ()
+    quantized = config.get("quantization_config")
+    return (f"quantization_config {quantized!r}: weights are quantized, save the model in bfloat16",) * bool(quantized)
 
 
-def _why_trained_otherwise(
-    where: str, data: Mapping[str, Any], rotates: Mapping[str, Any], attention_bias: bool, mlp_bias: bool
-) -> list[str]:
-    """Return what a config says that no run of ours does."""
-    model_type, reasons = data.get("model_type"), []
+def _differs(
+    config: Entries, family: Family, flags: Mapping[str, Any], attention_bias: bool, mlp_bias: bool
+) -> Iterator[str]:
+    """Yield what a config says that no run of ours does."""
+    model_type, window = config.get("model_type"), config.get("sliding_window")
+    if model_type == "gpt_oss":
+        if not attention_bias:
+            yield "attention_bias false: linear layers of gpt_oss have biases, those of experts and routers, too"
+        if config.get("swiglu_alpha", _QUICK_GELU) != _QUICK_GELU:
+            yield f"swiglu_alpha {config['swiglu_alpha']}: gates have {_QUICK_GELU}"
+        if window and not config.get("layer_types"):
+            yield "layer_types: it is missing, and sliding_window is not for all layers"
     if attention_bias != mlp_bias:
         on, off = ("attention_bias", "mlp_bias") if attention_bias else ("mlp_bias", "attention_bias")
-        reasons.append(f"{on} without {off}: linear layers have biases everywhere, in the QKV projection or nowhere")
-    if model_type in _ENCODERS:
-        reasons.append(f"model_type {model_type}: an encoder")
-    if model_type in WHY_NOT_TRAINED:
-        reasons.append(f"model_type {model_type}: {WHY_NOT_TRAINED[model_type]}")
-    if model_type in _LATENTS:
-        reasons += _why_latents_differ(where, data)
-        if not rotates.get("yarn_correction_range_round_to_int", True):
-            reasons.append("truncate false of YaRN: latent attention rounds where stretching begins and ends")
-    if model_type == "qwen3_moe" and data.get("use_sliding_window") and data.get("sliding_window"):
-        reasons.append("use_sliding_window true of qwen3_moe: releases of transformers disagree which layers have one")
-    if data.get("attention_dropout"):
-        reasons.append(f"attention_dropout {data['attention_dropout']}: attention has none")
-    if model_type in _GEMMAS:
-        key = "hidden_activation" if data.get("hidden_activation") else "hidden_act"
-        if data.get(key, _TANH_GELU) != _TANH_GELU:
-            reasons.append(f"{key} {data[key]}: a gated MLP of Gemma has {_TANH_GELU}")
-    elif data.get("hidden_act", "silu") not in ("silu", "swish"):
-        reasons.append(f"hidden_act {data['hidden_act']}: a gated MLP has SiLU")
-    return reasons
+        yield f"{on} without {off}: linear layers have biases everywhere, in the QKV projection or nowhere"
+    if why := "an encoder" if family.is_encoder else family.differs:
+        yield f"model_type {model_type}: {why}"
+    if family.has_latents:
+        yield from _why_latents_differ(config)
+        if not flags.get("yarn_correction_range_round_to_int", True):
+            yield "truncate false of YaRN: latent attention rounds where stretching begins and ends"
+    if model_type == "qwen3_moe" and config.get("use_sliding_window") and window:
+        yield "use_sliding_window true of qwen3_moe: releases of transformers disagree which layers have one"
+    if config.get("attention_dropout"):
+        yield f"attention_dropout {config['attention_dropout']}: attention has none"
+    if "geglu" in flags:
+        key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+        if config.get(key, TANH_GELU) != TANH_GELU:
+            yield f"{key} {config[key]}: a gated MLP of Gemma has {TANH_GELU}"
+    elif config.get("hidden_act", "silu") not in ("silu", "swish"):
+        yield f"hidden_act {config['hidden_act']}: a gated MLP has SiLU"
 
 
-_TANH_GELU = "gelu_pytorch_tanh"
+def _why_latents_differ(config: Entries) -> Iterator[str]:
+    """Yield what latent attention has that pretrain_gpt.py does not."""
+    epsilon = config.number("rms_norm_eps", _LATENT_EPSILON)
+    if epsilon != _LATENT_EPSILON:
+        yield f"rms_norm_eps {epsilon}: norms of latents have {_LATENT_EPSILON}, all norms have one here"
+    if config.get("attention_bias"):
+        yield "attention_bias true: projections of latents have no biases"
+    if not config.get("rope_interleave", True):
+        yield "rope_interleave false: neighbouring channels are pairs"
+    together = sum(config.whole(key, LATENT_SIZES) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    if config.get("qk_head_dim", together) != together:
+        yield f"qk_head_dim {config['qk_head_dim']}: qk_nope_head_dim and qk_rope_head_dim are {together}"
 
 
-def _of_gemma(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of what layers of Gemma do in their own way."""
-    values = _completed(where, data, {})
-    hidden_size, width = (whole_number(where, values, key, SIZES) for key in ("hidden_size", "head_dim"))
-    found = {"apply_layernorm_1p": True, "geglu": True, "embedding_multiplier": float(hidden_size) ** 0.5}
-    scale = number(where, data, "query_pre_attn_scalar", 256)
+def _of_gemma(config: Entries) -> dict[str, Any]:
+    """Return the factors of a Gemma, which follow from widths."""
+    hidden_size, width = config.whole("hidden_size", SIZES), _head_dim(config)
+    scale = config.number("query_pre_attn_scalar", 256)
     if scale == 0:
         raise InvalidInputError(
-            f"{where}: query_pre_attn_scalar is 0: scores are divided by its root", key="query_pre_attn_scalar"
+            f"{config.where}: query_pre_attn_scalar is 0: scores are divided by its root", key="query_pre_attn_scalar"
         )
-    if data["model_type"] != "gemma" and scale != width:
-        found["softmax_scale"] = float(scale) ** -0.5
-    return found
+    is_own = config["model_type"] != "gemma" and scale != width
+    return {"embedding_multiplier": float(hidden_size) ** 0.5, "softmax_scale": float(scale) ** -0.5 if is_own else 0.0}
 
 
-def _factors(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the factors of a Granite; that of scores is 0 if it follows from the width of a head."""
-    width = whole_number(where, _completed(where, data, {}), "head_dim", SIZES)
-    scale = float(number(where, data, "attention_multiplier", 1.0))
-    factors = {name: float(number(where, data, name, 1.0)) for name in FACTORS}
-    return factors | {"softmax_scale": 0.0 if scale == width**-0.5 else scale}
+def _scale(config: Entries) -> dict[str, Any]:
+    """Return the factor of scores of a Granite, 0 if it follows from the width of a head."""
+    width, scale = _head_dim(config), float(config.number("attention_multiplier", 1.0))
+    return {"softmax_scale": 0.0 if scale == width**-0.5 else scale}
 
 
-def _unrotated(where: str, data: Mapping[str, Any]) -> tuple[int, ...]:
+def _unrotated(config: Entries) -> dict[str, Any]:
     """Return 1 for each layer of a SmolLM3 that does not rotate and 0 for others, () if all do."""
-    num_layers = whole_number(where, data, "num_hidden_layers", SIZES)
-    rotated = data.get("no_rope_layers")  # which, despite its name, has 1 for those that do
+    num_layers = config.whole("num_hidden_layers", SIZES)
+    rotated = config.get("no_rope_layers")  # which, despite its name, has 1 for those that do
     if rotated is None:
-        every = interval(where, data, "no_rope_layer_interval", 4)
+        every = config.interval("no_rope_layer_interval", 4)
         rotated = [int(layer % every != 0) for layer in range(1, num_layers + 1)]
     if not isinstance(rotated, list) or len(rotated) != num_layers or set(rotated) - {0, 1}:
         raise InvalidInputError(
-            f"{where}: no_rope_layers is {rotated!r}: give 1 (rotates) or 0 for each of the {num_layers} layers",
+            f"{config.where}: no_rope_layers is {rotated!r}: give 1 (rotates) or 0 for each of the {num_layers} layers",
             key="no_rope_layers",
         )
-    return tuple(1 - one for one in rotated) if 0 in rotated else ()
+    return {"no_rope_freq": tuple(1 - one for one in rotated) if 0 in rotated else ()}
 
 
-def _activation(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of MLPs and attention of a gpt-oss model."""
-    return {
-        "softmax_type": "learnable",
-        "quick_geglu": True,
-        "activation_func_clamp_value": float(number(where, data, "swiglu_limit", 7.0)),
-        "glu_linear_offset": 1.0,
-    }
-
-
-def _why_gpt_oss_differs(data: Mapping[str, Any]) -> list[str]:
-    """Return what a gpt-oss model has that pretrain_gpt.py does not."""
-    why_not = []
-    if not data.get("attention_bias", True):
-        why_not.append("attention_bias false: linear layers of gpt_oss have biases, those of experts and routers, too")
-    if data.get("swiglu_alpha", _QUICK_GELU) != _QUICK_GELU:
-        why_not.append(f"swiglu_alpha {data['swiglu_alpha']}: gates have {_QUICK_GELU}")
-    if data.get("sliding_window") and not data.get("layer_types"):
-        why_not.append("layer_types: it is missing, and sliding_window is not for all layers")
-    return why_not
-
-
-def _why_latents_differ(where: str, data: Mapping[str, Any]) -> list[str]:
-    """Return what latent attention has that pretrain_gpt.py does not."""
-    why_not = []
-    epsilon = number(where, data, "rms_norm_eps", _LATENT_EPSILON)
-    if epsilon != _LATENT_EPSILON:
-        why_not.append(f"rms_norm_eps {epsilon}: norms of latents have {_LATENT_EPSILON}, all norms have one here")
-    if data.get("attention_bias"):
-        why_not.append("attention_bias true: projections of latents have no biases")
-    if not data.get("rope_interleave", True):
-        why_not.append("rope_interleave false: neighbouring channels are pairs")
-    together = sum(whole_number(where, data, key, LATENT_SIZES) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
-    if data.get("qk_head_dim", together) != together:
-        why_not.append(f"qk_head_dim {data['qk_head_dim']}: qk_nope_head_dim and qk_rope_head_dim are {together}")
-    return why_not
-
-
-def _divided(where: str, values: Mapping[str, Any]) -> int:
-    """Return the width of a head if the file does not state it."""
-    hidden_size, heads = (whole_number(where, values, key, SIZES) for key in ("hidden_size", "num_attention_heads"))
-    if heads < 1 or hidden_size % heads:
-        raise InvalidInputError(
-            f"{where}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}: give head_dim",
-            key="head_dim",
-        )
-    return hidden_size // heads
+_OWN = {**dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _of_gemma), "granite": _scale, "smollm3": _unrotated}
+"""model_type -> flags that follow from several of its entries."""

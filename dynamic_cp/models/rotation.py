@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamic_cp.models.architecture import Architecture
-from dynamic_cp.models.entries import number
+from dynamic_cp.models.entries import Entries
+from dynamic_cp.models.families import SLIDING, WHOLE, Family
 from dynamic_cp.models.flags import MEANINGS
 
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -28,76 +29,73 @@ _EXACT = 1e-6
 """Relative tolerance of attention_factor against the value that follows from the rest."""
 
 
-def rotation(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the flags that say how a model rotates, and what of it pretrain_gpt.py lacks; InvalidInputError for a
-    wrong type."""
+def rotation(config: Entries, family: Family) -> dict[str, Any]:
+    """Return the flags that say how a model rotates; `why_not` gets what of it pretrain_gpt.py lacks. Raise
+    InvalidInputError for a wrong type."""
+    if config.get("position_embedding_type") != "rope" and config.get("model_type") == "granitemoehybrid":
+        return {"position_embedding_type": "none"}
     found: dict[str, Any] = {"position_embedding_type": "rope"}
-    not_trained: list[str] = []
-    if data.get("model_type") == "gemma3_text":
-        data, not_trained = _of_whole_layers(where, data, found)
-    values = dict(data)
+    values = Entries(config.where, {"partial_rotary_factor": family.rotated, **config})
+    if config.get("model_type") == "gemma3_text":
+        found["window_rotary_base"] = _of_windows(config, values)
     for key in ("rope_scaling", "rope_parameters"):
-        entry = data.get(key)
-        if not entry:
+        if not (entry := values.get(key)):
             continue
-        fields, reason = _scaled(where, entry) if isinstance(entry, Mapping) else ({}, "it is no object")
+        is_object = isinstance(entry, Mapping)
+        flags, reason = _scaled(Entries(config.where, entry)) if is_object else ({}, "it is no object")
         if reason:
-            not_trained.append(f"{key} {entry!r}: {reason}")
+            config.why_not.append(f"{key} {entry!r}: {reason}")
             continue
-        found |= fields
+        found |= flags
         values |= {name: entry[name] for name in ("rope_theta", "partial_rotary_factor") if entry.get(name) is not None}
-    if data.get("model_type") in ("glm", "glm4"):
-        values.setdefault("partial_rotary_factor", 0.5)
-    base = number(where, values, "rope_theta", 2000000 if data.get("model_type") == "smollm3" else 10000)
+    base, share = values.number("rope_theta", family.base), float(values.number("partial_rotary_factor", 1.0))
     if base != int(base):
-        not_trained.append(f"rope_theta {base}: a whole number is needed")
-    found |= {
-        "rotary_base": int(base),
-        "rotary_percent": float(number(where, values, "partial_rotary_factor", 1.0)),
-    }
-    return found, not_trained
+        config.why_not.append(f"rope_theta {base}: a whole number is needed")
+    return found | {"rotary_base": int(base), "rotary_percent": share}
 
 
-def _of_whole_layers(where: str, data: Mapping[str, Any], found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a config of Gemma 3 with the rotation of its layers without a window, and what of the others is not
-    trained; `found` gets the base of layers with a window."""
-    entry = data.get("rope_parameters")
-    whole, windowed = (
-        dict(entry.get(kind) or {}) if isinstance(entry, Mapping) else {}
-        for kind in ("full_attention", "sliding_attention")
-    )
-    windowed.setdefault("rope_theta", data.get("rope_local_base_freq", 10000))
-    base = number(where, windowed, "rope_theta", 10000)
-    found["window_rotary_base"] = int(base)
-    kind = windowed.get("rope_type", "default")
-    why_not = [f"rope_type {kind} of layers with a window"] * (kind != "default")
-    why_not += [f"rope_theta {base} of layers with a window: a whole number is needed"] * (base != int(base))
-    return {"rope_theta": 1000000, **data, "rope_parameters": whole}, why_not
+def _of_windows(config: Entries, values: Entries) -> int:
+    """Return the base of layers of Gemma 3 with a window, and leave in `values` the rotation of its other layers."""
+    entry = config.get("rope_parameters")
+    parts = {kind: (entry.get(kind) if isinstance(entry, Mapping) else None) or {} for kind in (WHOLE, SLIDING)}
+    for kind, part in parts.items():
+        if not isinstance(part, Mapping):
+            config.why_not.append(f"rope_parameters {entry!r}: {kind} is no object")
+            parts[kind] = {}
+    of_whole, of_windows = (Entries(config.where, part) for part in parts.values())
+    values.setdefault("rope_theta", 1000000)
+    values["rope_parameters"] = dict(of_whole)
+    of_windows.setdefault("rope_theta", config.get("rope_local_base_freq", 10000))
+    base = of_windows.number("rope_theta", 10000)
+    kind = of_windows.get("rope_type", "default")
+    if kind != "default":
+        config.why_not.append(f"rope_type {kind} of layers with a window")
+    if base != int(base):
+        config.why_not.append(f"rope_theta {base} of layers with a window: a whole number is needed")
+    return int(base)
 
 
-def _scaled(where: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the fields of an entry of RoPE, or why there are none."""
+def _scaled(entry: Entries) -> tuple[dict[str, Any], str]:
+    """Return the flags of an entry of RoPE, or why there are none."""
     kind = entry.get("rope_type", entry.get("type"))
     if kind == "default" or (kind is None and set(entry) == {"rope_theta"}):
         return {}, ""
     if kind == "llama3" and _LLAMA_3.items() <= entry.items() and entry.keys() <= {*_LLAMA_3, *_NAMES, "factor"}:
-        return {"use_rope_scaling": True, "rope_scaling_factor": float(number(where, entry, "factor", 8.0))}, ""
+        return {"use_rope_scaling": True, "rope_scaling_factor": float(entry.number("factor", 8.0))}, ""
     if kind == "yarn":
-        return _yarn(where, entry)
+        return _yarn(entry)
     return {}, f"RoPE is scaled by YaRN, or as in Llama 3 with {_LLAMA_3}"
 
 
-def _yarn(where: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _yarn(entry: Entries) -> tuple[dict[str, Any], str]:
     unknown = sorted(entry.keys() - {*_YARN, *_NAMES, "attention_factor"})
     if unknown:
         return {}, f"{', '.join(unknown)} of YaRN: not known here"
     found: dict[str, Any] = {"position_embedding_type": "yarn"}
     for key, name in _YARN.items():
         default = MEANINGS[name].usual
-        if isinstance(default, bool):
-            found[name] = bool(entry.get(key, default))
-        else:
-            found[name] = type(default)(number(where, entry, key, default))
+        is_choice = isinstance(default, bool)
+        found[name] = type(default)(entry.get(key, default) if is_choice else entry.number(key, default))
     if entry.get("original_max_position_embeddings") is None:
         return {}, "original_max_position_embeddings of YaRN: it is missing"
     if found["rotary_scaling_factor"] <= 1:
@@ -107,7 +105,7 @@ def _yarn(where: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
             return {}, "mscale and mscale_all_dim of YaRN: both are needed, or neither"
         found |= {"mscale": 1.0, "mscale_all_dim": 0.0}  # what transformers does with one of them
     given, follows = entry.get("attention_factor"), _concentration(found)
-    if given is not None and not math.isclose(number(where, entry, "attention_factor", 1.0), follows, rel_tol=_EXACT):
+    if given is not None and not math.isclose(entry.number("attention_factor", 1.0), follows, rel_tol=_EXACT):
         return {}, f"attention_factor {given} of YaRN: {follows} follows from the rest"
     return found, ""
 

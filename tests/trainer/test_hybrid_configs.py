@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from dynamic_cp.errors import DynamicCPError
-from dynamic_cp.models import entries, hugging_face, hybrids
+from dynamic_cp.models import entries, families, hugging_face
 
 CONFIGS: dict[str, Any] = json.loads(Path(__file__).with_name("hybrid_configs.json").read_text())
 """Entries of config.json with small sizes: by class of transformers, as released (and which of those nothing reads)."""
@@ -69,10 +69,11 @@ def test_an_entry_that_transformers_reads_of_a_family_is_known():
     major, minor = map(int, transformers.__version__.split(".")[:2])
     assert (major, minor) == entries.LOOKED_THROUGH, "another release of transformers: look through its entries"
     kinds = transformers.CONFIG_MAPPING
-    without = {"deepseek", *hugging_face.SAME_AS, *hugging_face._ENCODERS, *hybrids._TEXTS}
-    families = [one for one in hugging_face.MODEL_TYPES if one not in without]
+    encoders = {name for name, family in families.FAMILIES.items() if family.is_encoder}
+    without = {"deepseek", *families.SAME_AS, *families.TEXTS, *encoders}
+    decoders = [one for one in hugging_face.MODEL_TYPES if one not in without]
     num_read = 0
-    for family in families:
+    for family in decoders:
         kind = kinds[family]
         module = kind.__module__
         modeling = importlib.import_module(module.replace("configuration", "modeling"))
@@ -81,7 +82,7 @@ def test_an_entry_that_transformers_reads_of_a_family_is_known():
         read -= NO_ENTRIES | {name for name in dir(kind) if callable(getattr(kind, name))}
         num_read += len(read)
         assert read - hugging_face.known_entries(family) - entries.READ_BY_TRANSFORMERS.keys() == set(), family
-    assert len(families) > 25
+    assert len(decoders) > 25
     assert num_read > 900
 
 
@@ -131,15 +132,32 @@ def test_kimi_k2_has_the_layers_of_deepseek_v3():
 BAD = ("x", -1, 0, 1.5, [], ["full_attention"], [None], {}, {"a": 1}, True, None, float("nan"), float("inf"), 10**30)
 
 
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+GEMMA_3 = {
+    **LLAMA_OF_4, "model_type": "gemma3_text", "rope_scaling": None, "hidden_act": families.TANH_GELU,
+    "rope_parameters": {families.WHOLE: PLAIN, families.SLIDING: PLAIN},
+}  # fmt: skip
+
+
+def spoiled(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a config with each bad value of each entry, and of each of what is in an entry."""
+    for key in (*config, "quantization_config", "layer_types", "mlp_only_layers"):
+        yield from (config | {key: value} for value in BAD)
+        if isinstance(inner := config.get(key), dict):
+            yield from (config | {key: inner | {name: value}} for name in inner for value in BAD)
+
+
 def test_a_bad_value_of_any_entry_is_read_or_refused():
     num_read, num_refused = 0, 0
-    for config in PUBLISHED.values():
-        for key in (*config, "quantization_config", "layer_types", "mlp_only_layers"):
-            for value in BAD:
-                try:
-                    hugging_face.model_shape("it", config | {key: value})
-                    hugging_face.architecture("it", config | {key: value})
-                    num_read += 1
-                except DynamicCPError:
-                    num_refused += 1
+    for config in (*PUBLISHED.values(), GEMMA_3):
+        for changed in spoiled(config):
+            try:
+                hugging_face.model_shape("it", changed)
+                hugging_face.architecture("it", changed)
+                num_read += 1
+            except DynamicCPError:
+                num_refused += 1
     assert min(num_read, num_refused) > 500
+    rope = GEMMA_3["rope_parameters"] | {families.WHOLE: 3}
+    (why,) = hugging_face.architecture("it", GEMMA_3 | {"rope_parameters": rope}).not_trained
+    assert why.endswith("full_attention is no object")

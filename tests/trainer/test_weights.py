@@ -26,14 +26,16 @@ from dynamic_cp.decide.sweep.flags import model_flags
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.models import hugging_face
 from dynamic_cp.models.catalog import load_architecture, load_model, model_names
+from dynamic_cp.models.table import flags_of as rows_of
 from megatron.integrations.weights.checkpoint_tensors import CheckpointTensors
 from megatron.integrations.weights.command import NumBytes
 from megatron.integrations.weights.command import command as weights
 from megatron.integrations.weights.exporting import export_weights
-from megatron.integrations.weights.importing import Source, destinations, import_weights
+from megatron.integrations.weights.importing import Source, import_weights
 from megatron.trainer.checkpoints import checkpoint_files, loading, safe_loading
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.flags.settings import TABLE
 from megatron.trainer.loop.training import _evaluating
 from megatron.trainer.setup.run import data_config, set_up
 from tests.distributed.harness import run_ranks
@@ -932,10 +934,17 @@ def test_the_example_fine_tunes_and_goes_back(example, monkeypatch, capfd):
 
 def test_every_flag_of_a_model_is_kept_under_a_name():
     """One that begins with --no- may be a flag by itself, as that of SmolLM3's layers without RoPE is."""
-    for name in model_names():
-        flags = model_flags(load_model(name), load_architecture(name), tp_size=1)
-        assert {"num_layers", "position_embedding_type"} <= set(destinations(flags))
-    llama = load_architecture("llama-3-8b")
-    unrotated = replace(llama, flags={**llama.flags, "no_rope_freq": (0, 0, 0, 1) * 8})
-    assert "no_rope_freq" in destinations(model_flags(load_model("llama-3-8b"), unrotated, tp_size=1))
-    assert destinations(["--no-yarn-correction-range-round-to-int"]) == ["yarn_correction_range_round_to_int"]
+    row_of = {row.destination: row for settings in TABLE for row in rows_of(settings)}
+    llama, yarn = load_architecture("llama-3-8b"), {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0}
+    changed = [{"no_rope_freq": (0, 0, 0, 1) * 8}, {**yarn, "yarn_correction_range_round_to_int": False}]
+    models = [(load_model(name), load_architecture(name)) for name in model_names()]
+    models += [(load_model("llama-3-8b"), replace(llama, flags={**llama.flags, **flags})) for flags in changed]
+    seen = set()
+    for model, architecture in models:
+        flags = model_flags(model, architecture, tp_size=1)
+        assert {"num_layers", "position_embedding_type"} <= flags.keys()
+        for name, flag in flags.items():
+            word = flag.split()[0]
+            assert word in row_of[name].names or word.replace("--no-", "--", 1) in row_of[name].names
+        seen |= flags.keys()
+    assert {"no_rope_freq", "yarn_correction_range_round_to_int"} <= seen

@@ -87,7 +87,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 def commands_of(block: Block) -> list[list[str]]:
     """Return the words of each command of a shell block, with the flags of a model where it takes those of a file."""
-    flags = " ".join(model_flags(load_model("qwen3-8b"), load_architecture("qwen3-8b"), tp_size=1))
+    flags = " ".join(model_flags(load_model("qwen3-8b"), load_architecture("qwen3-8b"), tp_size=1).values())
     text = re.sub(r"\$\(cat \S+/model\.flags\)", flags, block.text)
     lines = text.replace("\\\n", " ").splitlines()
     return [words for words in (shlex.split(line, comments=True) for line in lines) if words]

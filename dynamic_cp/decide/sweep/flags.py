@@ -11,6 +11,7 @@ from typing import Any
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture, as_flags
 from dynamic_cp.models.flags import MEANINGS, Meaning
+from dynamic_cp.models.table import flag_of
 from dynamic_cp.setting import POOL_POLICIES, Setting
 from dynamic_cp.types import (
     FP32_STATE,
@@ -55,58 +56,48 @@ def launch_flags(
     options: PlanOptions | None = None,
     data_parallel: DataParallel = SHARDED,
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the flags, each with its value if it has one, in groups of one line: parallelism, dynamic CP, model.
-
-    What is not here is the user's: data, tokenizer, learning rate, length of the run.
-
-    Args:
-        architecture: of the model; None = as `assumed` says.
-        options: of the planner, with what is no part of the setting; None = as that has them.
-
-    Raises:
-        UnsupportedFeatureError: the trainer does not have this model; the message names what.
-    """
+    """Return the flags, each with its value if it has one, in groups of one line: parallelism, dynamic CP, model. What
+    is not here is the user's: data, tokenizer, learning rate, length of the run. `architecture` None: `assumed`;
+    `options` are the planner's, None: those of the setting. UnsupportedFeatureError: what the trainer lacks of it."""
     if reason := why_not_trained(model, architecture):
         raise UnsupportedFeatureError(f"pretrain_gpt.py does not train this model: {reason}")
     flags = model_flags(model, architecture, tp_size=setting.topology.tp_size, max_seqlen=max_seqlen)
-    of_norms = next(place for place, flag in enumerate(flags) if flag.startswith("--normalization"))
+    words, of_norms = tuple(flags.values()), list(flags).index("normalization")
     return (
         _parallelism(setting, data_parallel),
         _planning(setting, hardware_name, options or setting.options()),
         _lengths(max_seqlen, global_batch_size, grouped=model.experts is not None and model.experts.grouped),
         _recompute(setting),
-        flags[:of_norms],
-        flags[of_norms:],
+        words[:of_norms],
+        words[of_norms:],
     )
 
 
 def model_flags(
     model: ModelShape, architecture: Architecture | None, *, tp_size: int, max_seqlen: int = 0
-) -> tuple[str, ...]:
-    """Return the flags that decide the model, each with its value if it has one, in the order of the table.
-
-    Args:
-        tp_size: of the run, which pads the vocabulary.
-        max_seqlen: of the run; --max-position-embeddings is at least that.
-    """
+) -> dict[str, str]:
+    """Return name -> flag with its value if it has one, of the flags that decide the model, in the order of the table.
+    TP pads the vocabulary, and --max-position-embeddings is at least `max_seqlen` of the run."""
     flags = as_flags(model, architecture)
     # What the weights were made for is no limit of RoPE, so a run may have longer samples.
     flags["max_position_embeddings"] = max(flags["max_position_embeddings"], max_seqlen)
     if model.vocab_size % lcm(_VOCAB_MULTIPLE, tp_size):
         flags["make_vocab_size_divisible_by"] = 1
-    return tuple(word for name, means in MEANINGS.items() for word in _words(name, flags.get(name), means))
+    words = {name: _word(name, flags.get(name), means) for name, means in MEANINGS.items()}
+    return {name: word for name, word in words.items() if word}
 
 
-def _words(name: str, value: Any, means: Meaning) -> Iterator[str]:
-    """Yield a flag with its value, nothing where that says what is so without it."""
-    flag = f"--{name.replace('_', '-')}"
+def _word(name: str, value: Any, means: Meaning) -> str:
+    """Return a flag with its value, "" if that says what is so without it."""
+    flag = flag_of(name)
     if value is False and means.usual is True:
-        yield flag.replace("--", "--no-", 1)
-    elif value is True and means.usual is not True:
-        yield flag
-    elif value not in (None, "") and (means.is_shown or value != (0 if means.usual is None else means.usual)):
-        text = str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
-        yield f"{flag} {shlex.quote(text)}"
+        return flag.replace("--", "--no-", 1)
+    if value is True and means.usual is not True:
+        return flag
+    if value in (None, "") or (not means.is_shown and value == (0 if means.usual is None else means.usual)):
+        return ""
+    text = str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
+    return f"{flag} {shlex.quote(text)}"
 
 
 def nodes_of(setting: Setting) -> tuple[int, int]:

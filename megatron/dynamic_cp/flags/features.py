@@ -90,14 +90,7 @@ WIDTHS = {
 }
 """Flag -> Megatron-LM's default; None: queries are projected from the hidden states."""
 
-_YARN_FIELD_OF = {
-    "rotary_scaling_factor": "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-}
+_YARN_FIELD_OF = {name: name.removeprefix("yarn_") for name in YARN if "range" not in name}
 """Flag -> field of MLATransformerConfig; `YARN` has the defaults."""
 YARN_FIELDS = frozenset({*_YARN_FIELD_OF.values(), "rotary_base"})
 """Fields of MLATransformerConfig that `latent_fields` may return."""

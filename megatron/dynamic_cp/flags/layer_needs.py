@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dynamic_cp.models.flags import MEANINGS, TransformerImpl
+from dynamic_cp.models.flags import TransformerImpl
 from dynamic_cp.models.layers import CHECKED_LOCALLY, why_local
 from dynamic_cp.types import CpCommType, is_placed
 from megatron.dynamic_cp.flags import features, fp8
+from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.dynamic_cp.flags.shape import said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +51,8 @@ def layer_needs(model: Any, planning: PlanningSettings) -> LayerNeeds:
 
 
 def _why_local(model: Any, planning: PlanningSettings) -> str | None:
-    said = {name: getattr(model, name, None) for name in MEANINGS}
-    said |= {
-        "window_size": planning.has_windows,
-        "quick_geglu": features.is_quick_geglu(model),
-        "disable_bias_linear": not said["num_experts"] or not features.has_biases(model),
-    }
-    of_model = why_local(said)
+    has_biases = bool(num_experts(model)) and features.has_biases(model)
+    of_model = why_local({**said(model), "window_size": planning.has_windows, "disable_bias_linear": not has_biases})
     if not model.bf16:
         return "TransformerEngine's attention over several lanes needs --bf16, this run trains in fp32"
     if of_model is not None:

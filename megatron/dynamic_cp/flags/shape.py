@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from dynamic_cp.models.flags import MEANINGS
@@ -28,6 +30,18 @@ def model_shape(model: Any, vocab_rows: int, pipeline_layers: PipelineLayers = (
         **linear_attention.shape_of(model),
         source="command line",
     )
+
+
+def said(model: Any, missing: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return what flags say of a model, under their names; `linear_attention` beside them is the kind of such layers.
+
+    Args:
+        model: completed flags of this trainer or of a checkout.
+        missing: name -> what is said where there is no such flag, usually None.
+    """
+    found = {name: getattr(model, name, missing.get(name)) for name in MEANINGS}
+    kind, quick_geglu = linear_attention.kind_of(model), features.is_quick_geglu(model)
+    return found | {"num_experts": experts.num_experts(model), "quick_geglu": quick_geglu, "linear_attention": kind}
 
 
 def _alike(model: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from megatron.dynamic_cp.flags.features import (
 )
 from megatron.dynamic_cp.flags.fp8 import check_fp8
 from megatron.dynamic_cp.flags.linear_attention import check_linear_attention, kind_of
+from megatron.dynamic_cp.flags.shape import said
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +146,10 @@ _DTYPE_FIELDS = frozenset({"params_dtype", "pipeline_dtype", "autocast_dtype"})
 
 def config_fields(flags: Any) -> dict[str, Any]:
     """Return the fields of TransformerConfig that this trainer's completed flags set."""
-    said = {**{name: getattr(flags, name, None) for name in MEANINGS}, "linear_attention": kind_of(flags)}
-    found = {}
+    values, found = said(flags), {}
     for name, means in MEANINGS.items():
-        if means.config and means.is_met(said):
-            value = not said[name] if means.config.startswith("not ") else said[name]
+        if means.config and means.is_met(values):
+            value = not values[name] if means.config.startswith("not ") else values[name]
             is_by_layer = isinstance(value, tuple) and name != "window_size"  # a pair
             found[means.config.removeprefix("not ")] = list(value) if is_by_layer else value
     return found

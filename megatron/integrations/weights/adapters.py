@@ -35,11 +35,8 @@ def of_layer(name: str) -> tuple[str, str]:
 
 
 class MergedTensors:
-    """The tensors of a checkpoint whose adapters are added to the weights that they are for, in float32.
-
-    Attributes:
-        saved: those of the model; of adapters there are none.
-    """
+    """The tensors of a checkpoint whose adapters are added to the weights that they are for, in float32; `saved` has
+    those of the model, and no adapters."""
 
     def __init__(self, tensors: CheckpointTensors, adapters: Adapters) -> None:
         self._tensors, self._scale = tensors, adapters.scale
@@ -60,12 +57,8 @@ class MergedTensors:
 def write_adapters(
     folder: Path, adapters: Adapters, tensors: CheckpointTensors, fused: Sequence[Fused], base: str | None
 ) -> list[str]:
-    """Write the adapters of a checkpoint as peft has them; return the modules of transformers that have one.
-
-    Args:
-        fused: the tensors of the model.
-        base: folder or name of the model that they are for.
-    """
+    """Write the adapters of a checkpoint as peft has them, for the tensors `fused` of the model in the folder or of the
+    name `base`; return the modules of transformers that have one."""
     found: dict[str, Tensor] = {}
     sections: dict[str, list[tuple[Section, Tensor]]] = {}
     for one in fused:

@@ -50,16 +50,8 @@ def write(
     make: Callable[[Fused], Tensor],
     common: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint of `tensors` alone into `folder`, a file per layer; one tensor is in memory at a time.
-
-    Args:
-        dtypes: of each name.
-        make: returns a tensor when it is its turn.
-        common: values beside the tensors.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a checkpoint of `tensors` alone into `folder`, a file per layer, or raise OSError. One tensor is in memory
+    at a time: `make` returns it when it is its turn. `common` are the values beside the tensors."""
     by_index: dict[MetadataIndex, Fused] = {}
     plans: dict[int | str, list[WriteItem]] = {}
     for one in tensors:
@@ -113,17 +105,8 @@ class Saved:
 
 
 class CheckpointTensors:
-    """The weights of a checkpoint, whoever saved it on whichever layout.
-
-    Attributes:
-        saved: name -> tensor, without the optimizer's.
-
-    Args:
-        folder: of one iteration, or of converted weights.
-
-    Raises:
-        CheckpointError: its list of tensors cannot be read, or is more than data.
-    """
+    """The weights in the `folder` of one iteration, or of converted weights, whoever saved it on whichever layout; in
+    `saved` by name, without the optimizer's. CheckpointError if its list cannot be read, or is more than data."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -135,11 +118,7 @@ class CheckpointTensors:
         }
 
     def read(self, name: str, place: tuple[int, ...] = ()) -> Tensor:
-        """Return a tensor, or what is at `place` of its first axes.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Return a tensor, or what is at `place` of its first axes; raise CheckpointError if it cannot be read."""
         saved = self.saved[name]
         offsets = (*place, *(0 for _ in saved.shape[len(place) :]))
         sizes = (*(1 for _ in place), *saved.shape[len(place) :])

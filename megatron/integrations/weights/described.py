@@ -13,9 +13,8 @@ from dynamic_cp.models.architecture import Architecture, architecture_of
 from dynamic_cp.models.flags import MEANINGS
 from dynamic_cp.types import Adapters, ModelShape
 from megatron.dynamic_cp.flags.attention import unrotated_layers
-from megatron.dynamic_cp.flags.experts import num_experts
-from megatron.dynamic_cp.flags.features import adapters_of, has_biases, has_latents, is_quick_geglu
-from megatron.dynamic_cp.flags.shape import model_shape
+from megatron.dynamic_cp.flags.features import adapters_of, has_biases, has_latents
+from megatron.dynamic_cp.flags.shape import model_shape, said
 from megatron.trainer.checkpoints import safe_loading
 from megatron.trainer.flags import derive
 
@@ -26,17 +25,13 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "window_sink_tokens": (0,),
 }
 """Argument that changes what is computed, which no family here has -> its values, beside none, that change nothing."""
-
 _SAID = ("normalization", "rotary_base", "max_position_embeddings", "init_method_std")
 """What a checkpoint has to say."""
 
 
 class Described(NamedTuple):
-    """A model, with the rows of its tables and how many of them are token ids; None: a checkpoint does not say it.
-
-    Attributes:
-        adapters: beside its weights; None: there are none.
-    """
+    """A model, the rows of its tables, and how many of them are token ids (None: a checkpoint does not say it); and its
+    adapters, None without."""
 
     shape: ModelShape
     architecture: Architecture
@@ -46,15 +41,8 @@ class Described(NamedTuple):
 
 
 def described(folder: Path) -> Described:
-    """Return what the flags in a checkpoint say; `shape.vocab_size` are the rows of the tables.
-
-    Args:
-        folder: of one checkpoint.
-
-    Raises:
-        CheckpointError: there are no flags, or they cannot be read.
-        UnsupportedFeatureError: they say something that no family has.
-    """
+    """Return what the flags in one checkpoint say; `shape.vocab_size` are the rows of the tables. Raise CheckpointError
+    if there are no flags, or they cannot be read, UnsupportedFeatureError if no family has what they say."""
     args = _arguments(folder)
     for name, harmless in _OFF.items():
         value = getattr(args, name, None)
@@ -85,25 +73,23 @@ def _described(args: argparse.Namespace) -> Described:
 
 def _beyond_shape(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that say more than the shape of a model, as a config.json would."""
-    kind, epsilon, biases = args.position_embedding_type, getattr(args, "norm_epsilon", None), has_biases(args)
+    values, kind, biases = said(args), args.position_embedding_type, has_biases(args)
     if kind == "rope" and has_latents(args) and args.rope_type == "yarn" and (args.rotary_scaling_factor or 1) > 1:
         kind = "yarn"
     unrotated = unrotated_layers(getattr(args, "no_rope_freq", None), args.num_layers) or ()
-    said = {
-        **{name: getattr(args, name, None) for name, means in MEANINGS.items() if means.entry},
-        **{name: getattr(args, name) for name in _SAID},
-        "norm_epsilon": args.layernorm_epsilon if epsilon is None else epsilon,  # as Megatron-LM keeps it
+    values |= {name: getattr(args, name) for name in _SAID}
+    if values["norm_epsilon"] is None:
+        values["norm_epsilon"] = args.layernorm_epsilon  # as Megatron-LM keeps it
+    if values["use_rope_scaling"]:
+        values["rope_scaling_factor"] = args.rope_scaling_factor
+    values |= {
         "position_embedding_type": kind,
         "no_rope_freq": tuple(unrotated) if any(unrotated) else (),
         "disable_bias_linear": not biases,
-        "add_qkv_bias": bool(getattr(args, "add_qkv_bias", False)) and not biases,
-        "qk_layernorm": bool(getattr(args, "qk_layernorm", False)),
-        "quick_geglu": is_quick_geglu(args),
-        "num_experts": num_experts(args),
+        "add_qkv_bias": bool(values["add_qkv_bias"]) and not biases,
+        "qk_layernorm": bool(values["qk_layernorm"]),
     }
-    if said["use_rope_scaling"]:
-        said["rope_scaling_factor"] = args.rope_scaling_factor
-    return {name: value for name, value in said.items() if name not in MEANINGS or MEANINGS[name].is_met(said)}
+    return {name: value for name, value in values.items() if name not in MEANINGS or MEANINGS[name].is_met(values)}
 
 
 def _arguments(folder: Path) -> argparse.Namespace:

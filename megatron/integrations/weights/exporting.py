@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from dynamic_cp.decide import written
 from dynamic_cp.errors import CheckpointError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models import hugging_face, hybrids
+from dynamic_cp.models import hugging_face
 from dynamic_cp.models.architecture import Architecture
-from dynamic_cp.types import ModelShape, counted
+from dynamic_cp.types import Adapters, ModelShape, counted
 from megatron.integrations.weights import adapters, names, output
 from megatron.integrations.weights.adapters import MergedTensors
 from megatron.integrations.weights.checkpoint_tensors import CheckpointTensors
@@ -36,24 +36,16 @@ from megatron.trainer.checkpoints.state import found_as
 
 _T = TypeVar("_T")
 _COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
 )
 """What a folder has beside its weights, and no training changes."""
 _NO_NUMBER = ("max_position_embeddings", "init_method_std")
 """Of an architecture: what may differ between a checkpoint and a config.json."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
-    """The model as transformers have it."""
+class _Target(NamedTuple):
+    """The model as transformers has it."""
 
     family: str
     shape: ModelShape
@@ -61,16 +53,12 @@ class _Target:
     config: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Opened:
-    """A checkpoint whose files are as they were written, and whose tensors are those of its model.
-
-    Attributes:
-        saved: of the model, with what adapters add; tensors: how they are named; all_saved: adapters are among them.
-    """
+class _Opened(NamedTuple):
+    """A checkpoint whose files are as they were written, and whose tensors are those of its model: `saved` with what
+    adapters add, `all_saved` with the adapters; `tensors` says how they are named."""
 
     folder: Path
-    model: Described
+    adapters: Adapters | None
     target: _Target
     saved: CheckpointTensors | MergedTensors
     all_saved: CheckpointTensors
@@ -92,11 +80,7 @@ class _Parts:
         self._split: dict[str, Tensor] = {}
 
     def places(self, new: Path) -> dict[str, Place]:
-        """Return where each will be in the folder `new`.
-
-        Raises:
-            UnsupportedFeatureError: a type that is not written.
-        """
+        """Return where each will be in the folder `new`; UnsupportedFeatureError for a type that is not written."""
         places = {}
         for name, ((fused, part), *_) in self.by_name.items():
             dtype = str(self._dtype(fused)).removeprefix("torch.")
@@ -129,15 +113,13 @@ class _Parts:
 def export_weights(
     path: str, new: str, *, like: str | None = None, vocab_size: int | None = None, max_shard_bytes: int = 5 * 10**9
 ) -> list[str]:
-    """Write the folder `new` of transformers out of a checkpoint; return what to tell the user.
-
-    Adapters are added to the weights that they are for.
+    """Write the folder `new` of transformers out of a checkpoint, with adapters merged; return what to tell the user.
 
     Args:
         path: folder of checkpoints, of which the latest is taken, or of one of them.
         like: folder of transformers with the config.json and the tokenizer of this model; None: from the checkpoint.
         vocab_size: token ids; None: as `like` or the checkpoint says.
-        max_shard_bytes: of a file; memory holds one tensor at a time.
+        max_shard_bytes: size of a file; memory holds one tensor at a time.
 
     Raises:
         DynamicCPError: the checkpoint is damaged, of a model that no family has, or not that of `like`; or `new` exists
@@ -149,10 +131,8 @@ def export_weights(
     parts = _Parts(opened.saved, tensors)
     places = parts.places(Path(new))
     shards = shards_of(places, max_shard_bytes)
-    config = {
-        **target.config,
-        "torch_dtype": _most_common((place.dtype, prod(place.shape)) for place in places.values()),
-    }
+    dtype = _most_common((place.dtype, prod(place.shape)) for place in places.values())
+    config = {**target.config, "torch_dtype": dtype}
     with output.new_folder(new) as partial:
         write_shards(partial, shards, places, parts.read)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -164,23 +144,17 @@ def export_weights(
         f"{num_parameters(tensors):,} parameters",
         f"{new}: {counted(len(shards), 'file')} of weights, "
         f"{bytes_in_words(sum(place.num_bytes for place in places.values()))}, "
-        f"{config['torch_dtype']}, {target.shape.vocab_size} token ids"
+        f"{dtype}, {target.shape.vocab_size} token ids"
         + (f"; copied from {like}: {', '.join(copied)}" if copied else ""),
     ]
 
 
 def export_adapters(path: str, new: str, *, like: str | None = None, vocab_size: int | None = None) -> list[str]:
-    """Write the folder `new` of peft out of a checkpoint with adapters; return what to tell the user.
-
-    Args:
-        path, like, vocab_size: as of `export_weights`.
-
-    Raises:
-        DynamicCPError: as `export_weights`; or the checkpoint has no adapters, or some that peft refuses.
-    """
+    """Write the folder `new` of peft out of a checkpoint with adapters; return what to tell the user. As
+    `export_weights`, but raise DynamicCPError also if there are no adapters, or some that peft refuses."""
     output.check_new(new)
     opened = _open(path, like, vocab_size)
-    found = opened.model.adapters
+    found = opened.adapters
     if found is None:
         raise CheckpointError(f"{opened.folder} has no adapters: leave --adapter out, or export a run with --lora-rank")
     if "out_proj" in found.modules and opened.target.family == "nemotron_h":
@@ -208,7 +182,7 @@ def _open(path: str, like: str | None, vocab_size: int | None) -> _Opened:
         names.fused_tensors(target.family, target.shape, target.architecture, num_rows=model.num_rows, stacked=stacked)
     )
     _check_tensors(folder, saved, tensors)
-    return _Opened(folder=folder, model=model, target=target, saved=saved, all_saved=all_saved, tensors=tensors)
+    return _Opened(folder, model.adapters, target, saved, all_saved, tensors)
 
 
 def _folder(path: str) -> Path:
@@ -235,11 +209,11 @@ def _target(where: str, model: Described, like: str | None, vocab_size: int | No
             )
         shape = replace(model.shape, vocab_size=_checked_rows(where, said, model.num_rows))
         config = written.config(where, shape, model.architecture)
-        return _Target(family=config["model_type"], shape=shape, architecture=model.architecture, config=config)
+        return _Target(config["model_type"], shape, model.architecture, config)
     at = str(Path(str(like)) / CONFIG)
     family = names.check_family(at, config.get("model_type"))
     if model.shape.linear_attention is not None:  # published ones do not say it
-        config |= hybrids.modules(model.shape.mtp_num_layers)
+        config |= written.modules(model.shape.mtp_num_layers)
     shape, architecture = hugging_face.model_shape(at, config), hugging_face.architecture(at, config)
     if vocab_size not in (None, shape.vocab_size):
         raise InvalidInputError(f"--vocab-size is {vocab_size}, {at} has {shape.vocab_size}: leave one of them out")
@@ -255,12 +229,8 @@ def _target(where: str, model: Described, like: str | None, vocab_size: int | No
         raise CheckpointError(
             f"{at} says what {where} was not trained with: {'; '.join(reasons)}: name the folder of the same model"
         )
-    return _Target(family=family, shape=shape, architecture=architecture, config=_without_types(config))
-
-
-def _without_types(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without the type of its weights, which transformers call by two names."""
-    return {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
+    without_types = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
+    return _Target(family, shape, architecture, without_types)
 
 
 def _checked_rows(where: str, vocab_size: int, num_rows: int) -> int:

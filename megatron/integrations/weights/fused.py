@@ -15,11 +15,7 @@ from megatron.integrations.weights.rows import Fused, Part, Section
 
 
 def join(fused: Fused, parts: Sequence[Tensor]) -> Tensor:
-    """Return the tensor of `fused` out of its parts, contiguous; without rows of padding.
-
-    Args:
-        parts: whole tensors of transformers.
-    """
+    """Return the tensor of `fused` out of its parts, whole tensors of transformers; contiguous, without padding."""
     parts = [taken(part, tensor) for part, tensor in zip(fused.parts, parts, strict=True)]
     if fused.joined == "less one":
         return parts[0].to(joined_dtype(fused, parts[0].dtype)) - 1
@@ -48,12 +44,8 @@ def joined_dtype(fused: Fused, dtype: torch.dtype) -> torch.dtype:
 
 
 def split_dtype(fused: Fused, dtype: torch.dtype, most: torch.dtype) -> torch.dtype:
-    """Return the type of the parts of the tensor of `fused`.
-
-    Args:
-        dtype: of that tensor: wider than them as it was imported, as they are where a run saved it.
-        most: of most numbers of its checkpoint.
-    """
+    """Return the type of the parts of the tensor of `fused`, which is of type `dtype`: wider than the parts as it was
+    imported, theirs if a run saved it. `most` is the type of most numbers of its checkpoint."""
     if fused.joined != "less one":
         return dtype
     return torch.float32 if dtype == torch.float64 else most if _WIDER.get(most) == dtype else dtype

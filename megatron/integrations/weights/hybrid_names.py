@@ -14,86 +14,64 @@ of such a model in megatron-core.
 from __future__ import annotations
 
 from dynamic_cp.types import LinearAttention
-from megatron.integrations.weights.rows import Row, Section, alone, attention
+from megatron.integrations.weights.rows import Section, attention, rows
 
-_MODULE = "self_attention."
-_IN, _CONV = "in_proj.weight", "conv1d.weight"
-
-
-def _of_gated_delta(rows: dict[str, tuple[str, str, str]]) -> tuple[Row, ...]:
-    """Return the lines of a gated delta net; `rows`: section of its projection -> name, axes and section there."""
-    return (
-        alone(f"{_MODULE}in_proj.layer_norm_weight", "input_layernorm.weight", "hidden"),
-        *(
-            alone(f"{_MODULE}{_IN}.{name}", f"linear_attn.{theirs}.weight", axes, section=section)
-            for name, (theirs, axes, section) in rows.items()
-        ),
-        *(
-            alone(f"{_MODULE}{_CONV}.{name}", "linear_attn.conv1d.weight", "qkv one kernel", section=f"{name} alone")
-            for name in ("query", "key", "value")
-        ),
-        *(alone(f"{_MODULE}{name}", f"linear_attn.{name}", "state_heads") for name in ("A_log", "dt_bias")),
-        Row(ours=f"{_MODULE}out_norm.weight", theirs={"linear_attn.norm.weight": "state_values"}, joined="less one"),
-        alone(f"{_MODULE}out_proj.weight", "linear_attn.out_proj.weight", "hidden state_channels"),
-    )
-
-
-QWEN3_NEXT = _of_gated_delta(
-    {
-        **{name: ("in_proj_qkvz", "qkvz hidden", f"{name} of a key head") for name in ("query", "key", "value", "z")},
-        **{name: ("in_proj_ba", "ba hidden", f"{name} of a key head") for name in ("beta", "alpha")},
-    }
+_DELTA = """
+self_attention.conv1d.weight.(query key value) | linear_attn.conv1d.weight | qkv one kernel | rows * alone
+self_attention.(A_log dt_bias) | linear_attn.* | state_heads
+self_attention.out_norm.weight | linear_attn.norm.weight | state_values | less one
+self_attention.out_proj.weight | linear_attn.out_proj.weight | hidden state_channels
+"""
+_NORM = "self_attention.in_proj.layer_norm_weight | input_layernorm.weight | hidden"
+QWEN3_NEXT = rows(
+    _DELTA,
+    *rows(
+        f"""{_NORM}
+self_attention.in_proj.weight.(query key value z) | linear_attn.in_proj_qkvz.weight | qkvz hidden | rows * of a key head
+self_attention.in_proj.weight.(beta alpha) | linear_attn.in_proj_ba.weight | ba hidden | rows * of a key head
+"""
+    ),
 )
-QWEN3_5 = _of_gated_delta(
-    {
-        **{name: ("in_proj_qkv", "qkv hidden", f"{name} alone") for name in ("query", "key", "value")},
-        "z": ("in_proj_z", "state_channels hidden", ""),
-        "beta": ("in_proj_b", "state_heads hidden", ""),
-        "alpha": ("in_proj_a", "state_heads hidden", ""),
-    }
+QWEN3_5 = rows(
+    _DELTA,
+    *rows(
+        f"""{_NORM}
+self_attention.in_proj.weight.(query key value) | linear_attn.in_proj_qkv.weight | qkv hidden | rows * alone
+self_attention.in_proj.weight.z | linear_attn.in_proj_z.weight | state_channels hidden
+self_attention.in_proj.weight.beta | linear_attn.in_proj_b.weight | state_heads hidden
+self_attention.in_proj.weight.alpha | linear_attn.in_proj_a.weight | state_heads hidden
+"""
+    ),
 )
-NEMOTRON_MAMBA = (
-    alone("mixer.in_proj.layer_norm_weight", "norm.weight", "hidden"),
-    *(
-        alone(f"mixer.{_IN}.{name}", "mixer.in_proj.weight", "zxBCdt hidden", section=name)
-        for name in ("z", "x", "B", "C", "dt")
-    ),
-    *(
-        alone(f"mixer.{_CONV}.{name}", "mixer.conv1d.weight", "xBC one kernel", section=f"{name} convolved")
-        for name in ("x", "B", "C")
-    ),
-    *(
-        alone(f"mixer.conv1d.bias.{name}", "mixer.conv1d.bias", "xBC", section=f"{name} convolved")
-        for name in ("x", "B", "C")
-    ),
-    *(alone(f"mixer.{name}", f"mixer.{name}", "state_heads") for name in ("A_log", "D", "dt_bias")),
-    alone("mixer.norm.weight", "mixer.norm.weight", "state_channels"),
-    alone("mixer.out_proj.weight", "mixer.out_proj.weight", "hidden state_channels"),
+NEMOTRON_MAMBA = rows(
+    """
+mixer.in_proj.layer_norm_weight | norm.weight | hidden
+mixer.in_proj.weight.(z x B C dt) | mixer.in_proj.weight | zxBCdt hidden | rows *
+mixer.conv1d.weight.(x B C) | mixer.conv1d.weight | xBC one kernel | rows * convolved
+mixer.conv1d.bias.(x B C) | mixer.conv1d.bias | xBC | rows * convolved
+mixer.(A_log D dt_bias) | mixer.* | state_heads
+mixer.norm.weight | mixer.norm.weight | state_channels
+mixer.out_proj.weight | mixer.out_proj.weight | hidden state_channels
+"""
 )
 NEMOTRON_ATTENTION = attention("mixer", "norm.weight")
-NEMOTRON_MLP = (
-    alone("mlp.linear_fc1.layer_norm_weight", "norm.weight", "hidden"),
-    alone("mlp.linear_fc1.weight", "mixer.up_proj.weight", "ffn hidden"),
-    alone("mlp.linear_fc2.weight", "mixer.down_proj.weight", "hidden ffn"),
+NEMOTRON_MLP = rows(
+    """
+mlp.linear_fc1.layer_norm_weight | norm.weight | hidden
+mlp.linear_fc1.weight | mixer.up_proj.weight | ffn hidden
+mlp.linear_fc2.weight | mixer.down_proj.weight | hidden ffn
+"""
 )
-NEMOTRON_EXPERTS = (
-    alone("pre_mlp_layernorm.weight", "norm.weight", "hidden"),
-    alone("mlp.router.weight", "mixer.gate.weight", "experts hidden"),
-    alone("mlp.router.expert_bias", "mixer.gate.e_score_correction_bias", "experts"),
-    alone("mlp.experts.experts.linear_fc1.weight", "mixer.experts.{}.up_proj.weight", "expert_ffn hidden"),
-    alone("mlp.experts.experts.linear_fc2.weight", "mixer.experts.{}.down_proj.weight", "hidden expert_ffn"),
-    alone(
-        "mlp.shared_experts.linear_fc1.weight",
-        "mixer.shared_experts.up_proj.weight",
-        "shared_ffn hidden",
-        "shared experts",
-    ),
-    alone(
-        "mlp.shared_experts.linear_fc2.weight",
-        "mixer.shared_experts.down_proj.weight",
-        "hidden shared_ffn",
-        "shared experts",
-    ),
+NEMOTRON_EXPERTS = rows(
+    """
+pre_mlp_layernorm.weight | norm.weight | hidden
+mlp.router.weight | mixer.gate.weight | experts hidden
+mlp.router.expert_bias | mixer.gate.e_score_correction_bias | experts
+mlp.experts.experts.linear_fc1.weight | mixer.experts.{}.up_proj.weight | expert_ffn hidden
+mlp.experts.experts.linear_fc2.weight | mixer.experts.{}.down_proj.weight | hidden expert_ffn
+mlp.shared_experts.linear_fc1.weight | mixer.shared_experts.up_proj.weight | shared_ffn hidden | if shared experts
+mlp.shared_experts.linear_fc2.weight | mixer.shared_experts.down_proj.weight | hidden shared_ffn | if shared experts
+"""
 )
 
 

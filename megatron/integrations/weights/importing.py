@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from dynamic_cp.decide.sweep.flags import model_flags
 from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
 from dynamic_cp.models import hugging_face
 from dynamic_cp.models.architecture import Architecture
-from dynamic_cp.models.table import flags_of
+from dynamic_cp.models.entries import Entries
+from dynamic_cp.models.families import FAMILIES, MODULES
 from dynamic_cp.types import ModelShape, counted
 from megatron.integrations.weights import checkpoint_tensors, names, output
 from megatron.integrations.weights.fused import join, joined_dtype
@@ -34,7 +35,7 @@ from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest
 from megatron.trainer.checkpoints.checkpoint_files import bytes_in_words
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.flags.settings import TABLE, Settings
+from megatron.trainer.flags.settings import Settings
 
 FLAGS = "model.flags"
 _DECIDE_NOTHING = ("vocab_size", "make_vocab_size_divisible_by", "init_method_std", "max_position_embeddings")
@@ -48,9 +49,8 @@ class Source:
     """A folder of transformers that has been read but for its tensors, and fits.
 
     Attributes:
-        flags: of the trainer, each with its value if it has one.
-        settings: what they say.
-        dtypes: of each tensor of the checkpoint, by name.
+        flags: of the trainer: name -> flag with its value if it has one; settings: what they say.
+        dtypes: type of each tensor of the checkpoint, by name.
         unread: begins of names of modules that the model is made without.
         not_read: entries of its config.json that transformers does not read either.
     """
@@ -58,7 +58,7 @@ class Source:
     folder: SafetensorsFolder
     family: str
     shape: ModelShape
-    flags: tuple[str, ...]
+    flags: Mapping[str, str]
     settings: Settings
     tensors: tuple[Fused, ...]
     dtypes: Mapping[str, torch.dtype]
@@ -90,7 +90,7 @@ def import_weights(
         files = manifest.record_files(release, {})
         content = manifest.Manifest(iteration=0, run=_run_values(source), files=files)
         (release / manifest.NAME).write_bytes(manifest.encode(content))
-        (folder / FLAGS).write_text("".join(f"{flag}\n" for flag in source.flags), encoding="utf-8")
+        (folder / FLAGS).write_text("".join(f"{flag}\n" for flag in source.flags.values()), encoding="utf-8")
         (folder / checkpoint_files.TRACKER).write_text(f"{checkpoint_files.RELEASE}\n")
     return _report(source, path, new)
 
@@ -98,26 +98,26 @@ def import_weights(
 def read_source(
     path: str, *, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1, mtp_num_layers: int | None = None
 ) -> Source:
-    """Return what the folder `path` of transformers holds, without its tensors; arguments as of `import_weights`.
-
-    Raises:
-        DynamicCPError: a family, an entry of its config.json or a tensor that is unknown, missing or of another shape.
-    """
+    """Return what the folder `path` of transformers holds, without its tensors; arguments as of `import_weights`. Raise
+    DynamicCPError for a family, an entry or a tensor that is unknown, missing or of another shape."""
     where = str(Path(path) / CONFIG)
     config = read_json(Path(where))
     family = names.check_family(where, config.get("model_type"))
-    num_published = hugging_face.num_modules(where, config)
+    num_published = Entries(where, config).whole(MODULES, default=0)
+    if mtp_num_layers and names.FAMILIES[family].modules is None:
+        raise UnsupportedFeatureError(
+            f"--mtp-num-layers {mtp_num_layers}: modules of {family} that predict further tokens cannot be converted: "
+            "leave it out"
+        )
     if mtp_num_layers is not None:
-        _check_names_of_modules(family, mtp_num_layers)
-        config = {**config, hugging_face.MODULES: mtp_num_layers}
+        config = {**config, MODULES: mtp_num_layers}
     shape, architecture = hugging_face.model_shape(where, config), hugging_face.architecture(where, config)
     _check_trained(where, architecture, family)
-    flags = tuple(" ".join(shlex.split(flag)) for flag in model_flags(shape, architecture, tp_size=1))
-    settings = _settings(flags, architecture["max_position_embeddings"], tp_size, pp_size, ep_size)
-    folder = SafetensorsFolder(path)
-    tensors = tuple(
-        names.fused_tensors(family, shape, architecture, num_rows=shape.vocab_size, stacked=names.are_stacked(shape))
-    )
+    flags = model_flags(shape, architecture, tp_size=1)
+    flags = {name: " ".join(shlex.split(flag)) for name, flag in flags.items()}
+    settings = _settings(flags.values(), architecture["max_position_embeddings"], tp_size, pp_size, ep_size)
+    folder, stacked = SafetensorsFolder(path), names.are_stacked(shape)
+    tensors = tuple(names.fused_tensors(family, shape, architecture, num_rows=shape.vocab_size, stacked=stacked))
     unread = names.unread(family, shape, num_published)
     _check_tensors(folder, tensors, family, shape, unread)
     return Source(
@@ -133,17 +133,9 @@ def read_source(
     )
 
 
-def _check_names_of_modules(family: str, mtp_num_layers: int) -> None:
-    if mtp_num_layers and names.FAMILIES[family].modules is None:
-        raise UnsupportedFeatureError(
-            f"--mtp-num-layers {mtp_num_layers}: modules of {family} that predict further tokens cannot be converted: "
-            "leave it out"
-        )
-
-
 def _check_trained(where: str, architecture: Architecture, family: str) -> None:
     reasons = [*architecture.not_trained, *architecture.not_imported]
-    if (share := architecture["rotary_percent"]) != 1 and family not in hugging_face.PARTLY_ROTATED:
+    if (share := architecture["rotary_percent"]) != 1 and not FAMILIES[family].partly_rotated:
         reasons.append(f"partial_rotary_factor {share}: {family} rotates whole heads")
     if not architecture["max_position_embeddings"]:
         reasons.append("max_position_embeddings: it is missing")
@@ -151,7 +143,7 @@ def _check_trained(where: str, architecture: Architecture, family: str) -> None:
         raise UnsupportedFeatureError(f"{where} says what pretrain_gpt.py does not have: {'; '.join(reasons)}")
 
 
-def _settings(flags: Sequence[str], seq_length: int, tp_size: int, pp_size: int, ep_size: int) -> Settings:
+def _settings(flags: Iterable[str], seq_length: int, tp_size: int, pp_size: int, ep_size: int) -> Settings:
     """Return what the trainer makes of `flags`: they are checked against each other and against TP, PP and EP."""
     layout = f"--tensor-model-parallel-size {tp_size} --pipeline-model-parallel-size {pp_size}"
     layout += " --sequence-parallel" * (tp_size > 1)  # with experts there is no other way
@@ -192,15 +184,10 @@ def _check_tensors(
                 f"take weights and {CONFIG} of one model"
             )
     if tied:
-        _check_copy(
-            folder,
-            names.HEAD,
-            names.FAMILIES[family].embedding,
-            "tie_word_embeddings",
-            "set tie_word_embeddings to false",
-        )
+        entry, embedding = "tie_word_embeddings", names.FAMILIES[family].embedding
+        _check_copy(folder, names.HEAD, embedding, entry, f"set {entry} to false")
     for copy, part in copies.items():
-        _check_copy(folder, copy, part.name, hugging_face.MODULES, "modules have no table of their own here")
+        _check_copy(folder, copy, part.name, MODULES, "modules have no table of their own here")
 
 
 def _check_modules(
@@ -243,8 +230,8 @@ def _shown(shape: Sequence[int]) -> str:
 
 def _arguments(source: Source) -> dict[str, Any]:
     """Return what the flags of the model say under Megatron-LM's names, and the layout of one rank."""
-    given, arguments = destinations(source.flags), source.settings.arguments
-    group = {name: value for name, value in arguments.items() if name in given or hasattr(source.settings.model, name)}
+    flags, model, arguments = source.flags, source.settings.model, source.settings.arguments
+    group = {name: value for name, value in arguments.items() if name in flags or hasattr(model, name)}
     return {
         **group,
         "tensor_model_parallel_size": 1,
@@ -253,13 +240,6 @@ def _arguments(source: Source) -> dict[str, Any]:
         "padded_vocab_size": source.shape.vocab_size,
         derive.TOKEN_IDS: source.shape.vocab_size,
     }
-
-
-def destinations(flags: Sequence[str]) -> list[str]:
-    """Return, for each of `flags`, the name under which the parser keeps its value."""
-    by_flag = {name: row.destination for settings in TABLE for row in flags_of(settings) for name in row.names}
-    names = [flag.split()[0] for flag in flags]
-    return [by_flag[name if name in by_flag else name.replace("--no-", "--", 1)] for name in names]
 
 
 def _common(source: Source) -> dict[str, Any]:
@@ -272,7 +252,7 @@ def _common(source: Source) -> dict[str, Any]:
 def _run_values(source: Source) -> dict[str, Any]:
     """Return what the manifest says: a run at iteration 0 without an optimizer, and the flags of the model."""
     arguments = source.settings.arguments
-    decide = {name: arguments[name] for name in destinations(source.flags) if name not in _DECIDE_NOTHING}
+    decide = {name: arguments[name] for name in source.flags if name not in _DECIDE_NOTHING}
     run = {
         "iteration": 0,
         "consumed_samples": 0,

@@ -1,8 +1,8 @@
 """Which tensors of transformers become which of megatron-core: one table of names per family. No torch here.
 
 In a checkpoint, norms before a projection have the names that TransformerEngine gives them, whatever the layers of the
-run are: see `checkpoints.state`. Where all layers are alike their tensors are stacked, `decoder.layers.<name>` of
-[layers, ...]; where only some have experts they are not, `decoder.layers.<number>.<name>`. The experts of a layer are
+run are: see `checkpoints.state`. If all layers are alike their tensors are stacked, `decoder.layers.<name>` of
+[layers, ...]; if only some have experts they are not, `decoder.layers.<number>.<name>`. The experts of a layer are
 stacked in either case, [..., experts, ...].
 """
 
@@ -15,152 +15,95 @@ from types import MappingProxyType
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
-from dynamic_cp.models.hugging_face import SAME_AS, WHY_NOT_TRAINED
+from dynamic_cp.models.families import FAMILIES as ENTRIES
+from dynamic_cp.models.families import SAME_AS, Family
 from dynamic_cp.types import ModelShape
 from dynamic_cp.types.linear_layers import EXPERTS, MLP
 from megatron.integrations.weights import hybrid_names
-from megatron.integrations.weights.rows import Fused, Part, Row, alone, attention, gated, queries_keys_values, with_row
+from megatron.integrations.weights.rows import Fused, Part, Row, attention, rows
 
 _ATTENTION = attention("self_attn", "input_layernorm.weight")
-_LATENTS = (
-    alone("input_layernorm.weight", "input_layernorm.weight", "hidden"),
-    alone("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "queries hidden", "no latent of queries"),
-    alone(
-        "self_attention.linear_q_down_proj.weight",
-        "self_attn.q_a_proj.weight",
-        "query_latent hidden",
-        "a latent of queries",
-    ),
-    alone(
-        "self_attention.linear_q_up_proj.layer_norm_weight",
-        "self_attn.q_a_layernorm.weight",
-        "query_latent",
-        "a latent of queries",
-    ),
-    alone(
-        "self_attention.linear_q_up_proj.weight",
-        "self_attn.q_b_proj.weight",
-        "queries query_latent",
-        "a latent of queries",
-    ),
-    alone(
-        "self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "latent_and_rotated hidden"
-    ),
-    alone("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", "latent"),
-    alone("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "keys_and_values latent"),
-    alone("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden values"),
+_LATENTS = rows(
+    """
+input_layernorm.weight | input_layernorm.weight | hidden
+self_attention.linear_q_proj.weight | self_attn.q_proj.weight | queries hidden | if no latent queries
+self_attention.linear_q_down_proj.weight | self_attn.q_a_proj.weight | query_latent hidden | if latent queries
+self_attention.linear_q_up_proj.layer_norm_weight | self_attn.q_a_layernorm.weight | query_latent | if latent queries
+self_attention.linear_q_up_proj.weight | self_attn.q_b_proj.weight | queries query_latent | if latent queries
+self_attention.linear_kv_down_proj.weight | self_attn.kv_a_proj_with_mqa.weight | latent_and_rotated hidden
+self_attention.linear_kv_up_proj.layer_norm_weight | self_attn.kv_a_layernorm.weight | latent
+self_attention.linear_kv_up_proj.weight | self_attn.kv_b_proj.weight | keys_and_values latent
+self_attention.linear_proj.weight | self_attn.o_proj.weight | hidden values
+"""
 )
 """Its heads lie alike in both: content and rotated channels of a query, keys and values of a head."""
-_DENSE = (
-    alone("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", "hidden"),
-    gated("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "ffn hidden"),
-    gated("mlp.linear_fc1.bias", "mlp.gate_proj.bias", "mlp.up_proj.bias", "ffn", "biases"),
-    alone("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn"),
-    alone("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", "biases"),
+_DENSE = rows(
+    """
+mlp.linear_fc1.layer_norm_weight | post_attention_layernorm.weight | hidden
+mlp.linear_fc1.weight | mlp.(gate up)_proj.weight | ffn hidden
+mlp.linear_fc1.bias | mlp.(gate up)_proj.bias | ffn | if biases
+mlp.linear_fc2.weight | mlp.down_proj.weight | hidden ffn
+mlp.linear_fc2.bias | mlp.down_proj.bias | hidden | if biases
+"""
 )
-
-
-def _experts(router: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """Return the lines of a layer with experts; the last three names have the number of an expert."""
-    return (
-        alone("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
-        alone("mlp.router.weight", router, "experts hidden"),
-        gated("mlp.experts.experts.linear_fc1.weight", gate, up, "expert_ffn hidden"),
-        alone("mlp.experts.experts.linear_fc2.weight", down, "hidden expert_ffn"),
-    )
-
-
-def _shared(name: str) -> tuple[Row, ...]:
-    """Return the lines of shared experts, which are one MLP."""
-    gate, up, down = (f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
-    return (
-        gated("mlp.shared_experts.linear_fc1.weight", gate, up, "shared_ffn hidden", "shared experts"),
-        alone("mlp.shared_experts.linear_fc2.weight", down, "hidden shared_ffn", "shared experts"),
-    )
-
-
-_NUMBERED = _experts(
-    "mlp.gate.weight",
-    "mlp.experts.{}.gate_proj.weight",
-    "mlp.experts.{}.up_proj.weight",
-    "mlp.experts.{}.down_proj.weight",
+_NUMBERED = """
+pre_mlp_layernorm.weight | post_attention_layernorm.weight | hidden
+mlp.router.weight | mlp.gate.weight | experts hidden
+mlp.experts.experts.linear_fc1.weight | mlp.experts.{}.(gate_proj up_proj).weight | expert_ffn hidden
+mlp.experts.experts.linear_fc2.weight | mlp.experts.{}.down_proj.weight | hidden expert_ffn
+"""
+_EXPERTS_OF_MIXTRAL = rows(
+    _NUMBERED.replace("| mlp.", "| block_sparse_moe.").replace("gate_proj up_proj", "w1 w3").replace("down_proj", "w2")
 )
-_EXPERTS_OF_MIXTRAL = _experts(
-    "block_sparse_moe.gate.weight",
-    "block_sparse_moe.experts.{}.w1.weight",
-    "block_sparse_moe.experts.{}.w3.weight",
-    "block_sparse_moe.experts.{}.w2.weight",
-)
-_EXPERTS_OF_QWEN = (
-    *_NUMBERED,
-    *_shared("mlp.shared_expert"),
-    alone("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one hidden", "a gate of shared experts"),
-)
-_EXPERTS_OF_DEEPSEEK = (
-    *_NUMBERED,
-    *_shared("mlp.shared_experts"),
-    alone("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "experts", "a bias of experts"),
-)
-_SINKS = alone("self_attention.core_attention.softmax_offset", "self_attn.sinks", "heads")
-_EXPERTS_OF_GPT_OSS = (
-    alone("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
-    alone("mlp.router.weight", "mlp.router.weight", "experts hidden"),
-    alone("mlp.router.bias", "mlp.router.bias", "experts"),
-    Row(
-        ours="mlp.experts.experts.linear_fc1.weight",
-        theirs={"mlp.experts.gate_up_proj": "experts hidden twice_expert_ffn"},
-        joined="gate and up in turn, transposed",
-    ),
-    Row(
-        ours="mlp.experts.experts.linear_fc1.bias",
-        theirs={"mlp.experts.gate_up_proj_bias": "experts twice_expert_ffn"},
-        joined="gate and up in turn",
-    ),
-    Row(
-        ours="mlp.experts.experts.linear_fc2.weight",
-        theirs={"mlp.experts.down_proj": "experts expert_ffn hidden"},
-        joined="transposed",
-    ),
-    alone("mlp.experts.experts.linear_fc2.bias", "mlp.experts.down_proj_bias", "experts hidden"),
+_SHARED = """
+mlp.shared_experts.linear_fc1.weight | mlp.shared_experts.(gate up)_proj.weight | shared_ffn hidden | if shared experts
+mlp.shared_experts.linear_fc2.weight | mlp.shared_experts.down_proj.weight | hidden shared_ffn | if shared experts
+"""
+_GATE = "mlp.shared_experts.gate_weight | mlp.shared_expert_gate.weight | one hidden | if a gate of shared experts"
+_EXPERTS_OF_QWEN = rows(_NUMBERED + _SHARED.replace("| mlp.shared_experts", "| mlp.shared_expert") + _GATE)
+_BIAS = "mlp.router.expert_bias | mlp.gate.e_score_correction_bias | experts | if a bias of experts"
+_EXPERTS_OF_DEEPSEEK = rows(_NUMBERED + _SHARED + _BIAS)
+_SINKS = "self_attention.core_attention.softmax_offset | self_attn.sinks | heads"
+_EXPERTS_OF_GPT_OSS = rows(
+    """
+pre_mlp_layernorm.weight | post_attention_layernorm.weight | hidden
+mlp.router.weight | mlp.router.weight | experts hidden
+mlp.router.bias | mlp.router.bias | experts
+mlp.experts.experts.linear_fc1.weight | mlp.experts.gate_up_proj | experts hidden twice_expert_ffn | IN_TURN, transposed
+mlp.experts.experts.linear_fc1.bias | mlp.experts.gate_up_proj_bias | experts twice_expert_ffn | IN_TURN
+mlp.experts.experts.linear_fc2.weight | mlp.experts.down_proj | experts expert_ffn hidden | transposed
+mlp.experts.experts.linear_fc2.bias | mlp.experts.down_proj_bias | experts hidden
+""".replace("IN_TURN", "gate and up in turn")
 )
 """The experts of a layer are one tensor."""
-
-
-def _module(embedding_norm: str, hidden_norm: str, projection: str, norm: str) -> tuple[Row, ...]:
-    """Return the lines of a module that predicts a further token, beside its layer: it reads the embedding first."""
-    return (
-        alone("enorm.weight", embedding_norm, "hidden"),
-        alone("hnorm.weight", hidden_norm, "hidden"),
-        alone("eh_proj.weight", projection, "hidden twice_hidden"),
-        alone("final_layernorm.weight", norm, "hidden"),
-    )
-
-
-_FUSED_ATTENTION = with_row(
-    _ATTENTION,
-    Row(
-        ours="self_attention.linear_qkv.weight",
-        theirs={"self_attn.qkv_proj.weight": "queries_keys_values hidden"},
-        joined="queries, keys, values",
-    ),
+_FUSED_ATTENTION = rows(
+    "self_attention.linear_qkv.weight | self_attn.qkv_proj.weight | queries_keys_values hidden | queries, keys, values",
+    *_ATTENTION,
 )
-_FUSED_GATES = with_row(_DENSE, alone("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "twice_ffn hidden"))
+_FUSED_GATES = rows("mlp.linear_fc1.weight | mlp.gate_up_proj.weight | twice_ffn hidden", *_DENSE)
 """Matrices that transformers have fused, too; gates lie before what they gate in both."""
-_GATED_ATTENTION = with_row(
-    _ATTENTION,
-    queries_keys_values("self_attn", "weight", "twice_queries hidden", "keys hidden", "KV head by KV head, with gates"),
+_GATED_ATTENTION = rows(
+    "self_attention.linear_qkv.weight | self_attn.(q k v)_proj.weight | (twice_queries keys keys) hidden "
+    "| KV head by KV head, with gates",
+    *_ATTENTION,
 )
 """Behind the rows of a query head those of its gate."""
-_OUTPUT_NORMS = tuple(
-    alone(f"{name}.weight", f"{name}.weight", "hidden") for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
-)
-_DENSE_OF_GEMMA = with_row(
-    _DENSE, alone("mlp.linear_fc1.layer_norm_weight", "pre_feedforward_layernorm.weight", "hidden")
-)
-_OUTPUT_NORMS_OF_GEMMA = (
-    alone("post_self_attn_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
-    alone("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
-)
+_OUTPUT_NORMS = """
+post_self_attn_layernorm.weight | post_self_attn_layernorm.weight | hidden
+post_mlp_layernorm.weight | post_mlp_layernorm.weight | hidden
+"""
+_OF_GEMMA = """
+mlp.linear_fc1.layer_norm_weight | pre_feedforward_layernorm.weight | hidden
+post_self_attn_layernorm.weight | post_attention_layernorm.weight | hidden
+post_mlp_layernorm.weight | post_feedforward_layernorm.weight | hidden
+"""
+_MODULE = """
+enorm.weight | enorm.weight | hidden
+hnorm.weight | hnorm.weight | hidden
+eh_proj.weight | eh_proj.weight | hidden twice_hidden
+final_layernorm.weight | shared_head.norm.weight | hidden
+"""
+"""What predicts a further token, beside its layer: it reads the embedding first."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -183,13 +126,20 @@ class Modules:
 
 
 _MODULES_OF_DEEPSEEK = Modules(
-    rows=_module("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
+    rows=rows(_MODULE),
     stem="model.layers.{number}.",
     layer_stem="model.layers.{number}.",
     copies=MappingProxyType({EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"}),
 )
 _MODULES_OF_QWEN = Modules(
-    rows=_module("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
+    rows=rows(
+        """
+enorm.weight | pre_fc_norm_embedding.weight | hidden
+hnorm.weight | pre_fc_norm_hidden.weight | hidden
+eh_proj.weight | fc.weight | hidden twice_hidden
+final_layernorm.weight | norm.weight | hidden
+"""
+    ),
     stem="mtp.",
     layer_stem="mtp.layers.{depth}.",
     most=1,
@@ -235,10 +185,10 @@ def _hybrid_of_qwen(linear: tuple[Row, ...]) -> Table:
 FAMILIES: Mapping[str, Table] = MappingProxyType(
     {
         **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "gemma"), Table()),
-        "gemma3_text": Table(dense=(*_DENSE_OF_GEMMA, *_OUTPUT_NORMS_OF_GEMMA)),
+        "gemma3_text": Table(dense=rows(_OF_GEMMA, *_DENSE)),
         "phi3": Table(attention=_FUSED_ATTENTION, dense=_FUSED_GATES),
         "glm": Table(dense=_FUSED_GATES),
-        "glm4": Table(dense=(*_FUSED_GATES, *_OUTPUT_NORMS)),
+        "glm4": Table(dense=rows(_OUTPUT_NORMS, *_FUSED_GATES)),
         "mixtral": Table(experts=_EXPERTS_OF_MIXTRAL),
         **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Table(experts=_EXPERTS_OF_QWEN)),
         **dict.fromkeys(
@@ -257,21 +207,17 @@ FAMILIES: Mapping[str, Table] = MappingProxyType(
             embedding="backbone.embeddings.weight",
             final_norm="backbone.norm_f.weight",
         ),
-        "gpt_oss": Table(attention=(*_ATTENTION, _SINKS), experts=_EXPERTS_OF_GPT_OSS),
+        "gpt_oss": Table(attention=rows(_SINKS, *_ATTENTION), experts=_EXPERTS_OF_GPT_OSS),
     }
 )
 """model_type of a config.json -> its table."""
 
 
 def check_family(where: str, model_type: object) -> str:
-    """Return the family of `model_type`, under whose name its tensors are known.
-
-    Raises:
-        UnsupportedFeatureError: weights of that family are not known here.
-    """
+    """Return the family of `model_type`, under whose name its tensors are known; UnsupportedFeatureError if none is."""
     family = SAME_AS.get(str(model_type), str(model_type))
     if family not in FAMILIES:
-        differs = f" ({why})" if (why := WHY_NOT_TRAINED.get(family)) else ""
+        differs = f" ({why})" if (why := ENTRIES.get(family, Family()).differs) else ""
         raise UnsupportedFeatureError(
             f"{where}: model_type is {model_type!r}{differs}, weights of {', '.join(FAMILIES)} can be converted: "
             "take a model of one of these families"
@@ -297,15 +243,9 @@ def are_stacked(shape: ModelShape) -> bool:
 def fused_tensors(
     family: str, shape: ModelShape, architecture: Architecture, *, num_rows: int, stacked: bool
 ) -> Iterator[Fused]:
-    """Yield the tensors of a model, in the order of its layers.
-
-    Args:
-        num_rows: of its tables of the vocabulary, with those of padding.
-        stacked: whether the checkpoint has those of its layers in stacks.
-
-    Raises:
-        UnsupportedFeatureError: the family has no names for the modules that predict further tokens.
-    """
+    """Yield the tensors of a model, in the order of its layers, in stacks if the checkpoint has such; `num_rows` are
+    the rows of its tables of the vocabulary, with padding. Raise UnsupportedFeatureError if the family has no names for
+    the modules that predict further tokens."""
     modules, wanted = FAMILIES[family].modules, shape.mtp_num_layers
     if wanted and (modules is None or (modules.most or wanted) < wanted or shape.linear_layers[-1]):
         raise UnsupportedFeatureError(
@@ -328,8 +268,8 @@ class _Namer:
             "biases of QKV": not architecture["disable_bias_linear"] or architecture["add_qkv_bias"],
             "norms of queries and keys": architecture["qk_layernorm"],
             "a head of its own": not shape.share_embeddings_and_output_weights,
-            "a latent of queries": shape.q_lora_rank > 0,
-            "no latent of queries": shape.q_lora_rank == 0,
+            "latent queries": shape.q_lora_rank > 0,
+            "no latent queries": shape.q_lora_rank == 0,
             "shared experts": experts is not None and experts.shared_ffn_hidden_size > 0,
             "a gate of shared experts": experts is not None and experts.shared_gate,
             "a bias of experts": architecture["moe_router_enable_expert_bias"],
@@ -369,28 +309,25 @@ class _Namer:
     def tensors(self) -> Iterator[Fused]:
         """Yield all of them."""
         shape, table = self._shape, self._table
-        num_layers = shape.num_layers
-        tied = shape.share_embeddings_and_output_weights
-        yield self._vocabulary(
-            "embedding.word_embeddings.weight", table.embedding, (table.embedding, HEAD) if tied else (table.embedding,)
-        )
+        num_layers, stacks = shape.num_layers, (shape.num_layers,) if self._stacked else ()
+        yield from self._named(_vocabulary("embedding.word_embeddings.weight", table.embedding), "", "", None)
         for layer in range(num_layers):
-            theirs, rows = f"{table.stem}{layer}.", self._rows_of(layer)
-            if self._stacked:
-                yield from self._layer("decoder.layers.", theirs, rows, layer, (layer,), (num_layers,))
-            else:
-                yield from self._layer(f"decoder.layers.{layer}.", theirs, rows, layer)
+            ours, place = ("decoder.layers.", (layer,)) if self._stacked else (f"decoder.layers.{layer}.", ())
+            for row in self._rows_of(layer):
+                yield from self._named(row, ours, f"{table.stem}{layer}.", layer, place, stacks)
         norm = "final_norm" if shape.layer_pattern else "final_layernorm"
-        yield from self._named(alone(f"decoder.{norm}.weight", table.final_norm, "hidden"), "", "", None)
+        (final,) = rows(f"decoder.{norm}.weight | {table.final_norm} | hidden")
+        yield from self._named(final, "", "", None)
         for depth in range(shape.mtp_num_layers):
             modules, number = table.modules, num_layers + depth
             assert modules is not None
             ours, layer_stem = f"mtp.layers.{depth}.", modules.layer_stem.format(number=number, depth=depth)
             for row in modules.rows:
                 yield from self._named(row, ours, modules.stem.format(number=number), number)
-            yield from self._layer(f"{ours}transformer_layer.", layer_stem, self._rows_of(num_layers - 1), number)
-        if not tied:
-            yield self._vocabulary("output_layer.weight", HEAD, (HEAD,))
+            for row in self._rows_of(num_layers - 1):
+                yield from self._named(row, f"{ours}transformer_layer.", layer_stem, number)
+        if not shape.share_embeddings_and_output_weights:
+            yield from self._named(_vocabulary("output_layer.weight", HEAD), "", "", None)
 
     def _rows_of(self, layer: int) -> tuple[Row, ...]:
         """Return the lines of a layer: of a mixer and an MLP, or of one of them where layers are halves."""
@@ -400,18 +337,6 @@ class _Namer:
         if shape.layer_pattern:
             return mlp if shape.layer_pattern[layer] in (MLP, EXPERTS) else mixer
         return (*mixer, *mlp)
-
-    def _layer(
-        self,
-        ours: str,
-        theirs: str,
-        rows: Iterable[Row],
-        layer: int,
-        place: tuple[int, ...] = (),
-        stacks: tuple[int, ...] = (),
-    ) -> Iterator[Fused]:
-        for row in rows:
-            yield from self._named(row, ours, theirs, layer, place, stacks)
 
     def _named(
         self,
@@ -435,7 +360,8 @@ class _Namer:
                 parts=tuple(
                     Part(
                         name=theirs + name.format(number),
-                        shape=self._widths(axes),
+                        shape=tuple(self._sizes[axis] for axis in axes.split()),
+                        copies=self._copies(theirs + name),
                         section=self._sections[row.section] if row.section else None,
                     )
                     for name, axes in row.theirs.items()
@@ -446,28 +372,21 @@ class _Namer:
                 num_rows=self._num_rows,
             )
 
-    def _vocabulary(self, ours: str, theirs: str, tables: Iterable[str]) -> Fused:
-        """Return a table of the vocabulary, which modules that predict further tokens have copies of."""
-        behind = range(self._shape.num_layers, self._shape.num_layers + self._shape.mtp_num_layers)
-        modules = self._table.modules
-        copied = [table for table in tables if modules is not None and table in modules.copies]
-        copies = tuple(
-            f"{modules.stem.format(number=number)}{modules.copies[table]}" for table in copied for number in behind
-        )
-        return Fused(
-            name=ours,
-            layer=None,
-            place=(),
-            stacks=(),
-            parts=(Part(name=theirs, shape=self._widths("vocabulary hidden"), copies=copies),),
-            joined="with rows of padding",
-            num_groups=self._shape.num_query_groups,
-            num_channels=self._shape.kv_channels,
-            num_rows=self._num_rows,
-        )
+    def _copies(self, name: str) -> tuple[str, ...]:
+        """Return the names of the copies that modules that predict further tokens have of a table of the vocabulary."""
+        modules, num_layers = self._table.modules, self._shape.num_layers
+        if modules is None or name not in (self._table.embedding, HEAD):
+            return ()
+        is_tied = self._shape.share_embeddings_and_output_weights
+        tables = (name, HEAD) if is_tied and name != HEAD else (name,)
+        behind = range(num_layers, num_layers + self._shape.mtp_num_layers)
+        copied = [modules.copies[table] for table in tables if table in modules.copies]
+        return tuple(f"{modules.stem.format(number=number)}{copy}" for copy in copied for number in behind)
 
-    def _widths(self, axes: str) -> tuple[int, ...]:
-        return tuple(self._sizes[axis] for axis in axes.split())
+
+def _vocabulary(ours: str, theirs: str) -> Row:
+    (row,) = rows(f"{ours} | {theirs} | vocabulary hidden | with rows of padding")
+    return row
 
 
 def num_parameters(tensors: Iterable[Fused]) -> int:

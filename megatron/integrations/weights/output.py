@@ -13,11 +13,7 @@ from megatron.trainer.checkpoints.checkpoint_files import explain_refused_write,
 
 
 def check_new(output: str) -> None:
-    """Refuse a folder that is there already, before anything is read.
-
-    Raises:
-        InvalidInputError: it exists, or its name is empty.
-    """
+    """Raise InvalidInputError if a folder exists or its name is empty, before anything is read."""
     if not output:
         raise InvalidInputError("--output is empty: give the name of a new folder")
     if os.path.lexists(output):
@@ -26,11 +22,8 @@ def check_new(output: str) -> None:
 
 @contextlib.contextmanager
 def new_folder(output: str) -> Iterator[Path]:
-    """Have a folder filled that is called `output` afterwards; what an error leaves is removed.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Yield a folder to fill that is called `output` afterwards. What an error leaves is removed; CheckpointError if
+    it cannot be written."""
     partial = Path(f"{output.rstrip('/')}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from itertools import cycle
+from typing import Any, Literal, NamedTuple
 
 Joined = Literal[
     "alone",
@@ -109,43 +110,48 @@ class Row:
         return any("{}" in name for name in self.theirs)
 
 
-def gated(ours: str, gate: str, up: str, axes: str, where: str = "") -> Row:
-    """Return the line of a tensor that is two of transformers, one after the other."""
-    return Row(ours=ours, theirs={gate: axes, up: axes}, joined="one after the other", where=where)
-
-
-def alone(ours: str, theirs: str, axes: str, where: str = "", section: str = "") -> Row:
-    """Return the line of a tensor that is one of transformers, or a section of one."""
-    return Row(ours=ours, theirs={theirs: axes}, where=where, section=section)
-
-
-def queries_keys_values(
-    module: str, end: str, queries: str, keys: str, joined: Joined = "KV head by KV head", where: str = ""
-) -> Row:
-    """Return the line of a tensor of queries, keys and values, which transformers have apart.
+def rows(text: str, *base: Row) -> tuple[Row, ...]:
+    """Return the lines of `base`, those of a text in the place of the ones for the same tensor, or behind them.
 
     Args:
-        module: of transformers; `end`: "weight" or "bias".
-        queries, keys: the axes of its parts; those of values are those of keys.
+        text: a line each of ours | theirs | axes, and what else there is to say: | if `where`, | rows `section`, or
+            how they are `joined`, which is one after the other where (a b) stands for several of transformers. With
+            (a b) of megatron-core a line stands for several, and * elsewhere in it for a or b.
     """
-    axes = {"q": queries, "k": keys, "v": keys}
-    theirs = {f"{module}.{part}_proj.{end}": widths for part, widths in axes.items()}
-    return Row(ours=f"self_attention.linear_qkv.{end}", theirs=theirs, joined=joined, where=where)
+    found = {row.ours: row for row in base}
+    for line in filter(None, text.splitlines()):
+        names, theirs, axes, *more = map(str.strip, line.split("|"))
+        parts = dict(zip(_each(theirs), cycle(_each(axes)), strict=False))
+        said: dict[str, Any] = {"joined": "alone" if len(parts) == 1 else "one after the other"}
+        for one in more:
+            word, _, rest = one.partition(" ")
+            said |= {"where": rest} if word == "if" else {"section": rest} if word == "rows" else {"joined": one}
+        for ours in _each(names):
+            last = ours.rpartition(".")[2]
+            section = said.get("section", "").replace("*", last)
+            alike = {name.replace("*", last): widths for name, widths in parts.items()}
+            found[ours] = Row(ours=ours, theirs=alike, **said | {"section": section})
+    return tuple(found.values())
+
+
+def _each(text: str) -> list[str]:
+    """Return a text with each of the words in its parentheses."""
+    before, opened, rest = text.partition("(")
+    words, _, after = rest.partition(")")
+    return [f"{before}{word}{after}" for word in words.split()] if opened else [text]
 
 
 def attention(module: str, norm: str) -> tuple[Row, ...]:
     """Return the lines of a layer's attention, and of the norm before it; `module`: of transformers."""
-    return (
-        alone("self_attention.linear_qkv.layer_norm_weight", norm, "hidden"),
-        queries_keys_values(module, "weight", "queries hidden", "keys hidden"),
-        queries_keys_values(module, "bias", "queries", "keys", where="biases of QKV"),
-        alone("self_attention.q_layernorm.weight", f"{module}.q_norm.weight", "head", "norms of queries and keys"),
-        alone("self_attention.k_layernorm.weight", f"{module}.k_norm.weight", "head", "norms of queries and keys"),
-        alone("self_attention.linear_proj.weight", f"{module}.o_proj.weight", "hidden queries"),
-        alone("self_attention.linear_proj.bias", f"{module}.o_proj.bias", "hidden", "biases"),
-    )
+    return rows(_ATTENTION.replace("MODULE", module).replace("NORM", norm))
 
 
-def with_row(rows: Iterable[Row], other: Row) -> tuple[Row, ...]:
-    """Return lines with another one for the same tensor of megatron-core."""
-    return tuple(other if row.ours == other.ours else row for row in rows)
+_ATTENTION = """
+self_attention.linear_qkv.layer_norm_weight | NORM | hidden
+self_attention.linear_qkv.weight | MODULE.(q k v)_proj.weight | (queries keys keys) hidden | KV head by KV head
+self_attention.linear_qkv.bias | MODULE.(q k v)_proj.bias | (queries keys keys) | KV head by KV head | if biases of QKV
+self_attention.q_layernorm.weight | MODULE.q_norm.weight | head | if norms of queries and keys
+self_attention.k_layernorm.weight | MODULE.k_norm.weight | head | if norms of queries and keys
+self_attention.linear_proj.weight | MODULE.o_proj.weight | hidden queries
+self_attention.linear_proj.bias | MODULE.o_proj.bias | hidden | if biases
+"""

@@ -38,11 +38,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tensor is, or will be.
-
-    Attributes:
-        dtype: as torch calls it.
-    """
+    """Where a tensor is, or will be; its dtype under torch's name."""
 
     file: Path
     dtype: str
@@ -55,18 +51,9 @@ class Place:
 
 
 class SafetensorsFolder:
-    """The weights of a folder, whose headers have been read and are consistent.
-
-    Attributes:
-        places: name -> where the tensor is.
-
-    Args:
-        path: of the folder.
-
-    Raises:
-        CheckpointError: a file is missing, truncated or no safetensors file.
-        UnsupportedFeatureError: weights in another format or of another type.
-    """
+    """The weights of a folder, whose headers have been read and are consistent; `places` has where each tensor is.
+    CheckpointError for a file that is missing, truncated or no safetensors file, UnsupportedFeatureError for weights in
+    another format or of another type."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -80,11 +67,7 @@ class SafetensorsFolder:
                 self.places[name] = place
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Return a tensor, or raise CheckpointError."""
         place = self.places[name]
         try:
             with safe_open(place.file, framework="pt") as file:
@@ -120,11 +103,7 @@ class SafetensorsFolder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
-
-    Raises:
-        InvalidInputError: it cannot be read, or holds something else.
-    """
+    """Return the object that a JSON file holds, or raise InvalidInputError."""
     try:
         content = path.read_bytes()
     except OSError as error:

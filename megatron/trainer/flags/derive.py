@@ -12,6 +12,7 @@ from dynamic_cp.types import layers_with_experts
 from dynamic_cp.types.linear_layers import layers_with_linear_attention
 from megatron.dynamic_cp.flags import attention, experts, features, linear_attention
 from megatron.dynamic_cp.flags.features import YARN_FIELDS, has_latents, latent_fields
+from megatron.dynamic_cp.flags.shape import said
 
 FEATURES = frozenset(
     {
@@ -22,6 +23,8 @@ FEATURES = frozenset(
     }
 )
 """All names that `features_of` may return."""
+_USUAL = {name: experts.DEFAULTS.get(name, means.usual) for name, means in MEANINGS.items()}
+"""Flag -> what it is where checkpoints lack it."""
 TOKEN_IDS = "num_token_ids"
 """Argument of checkpoints with the number of embedding rows that are not padding."""
 
@@ -55,28 +58,22 @@ def features_of(flags: Any) -> dict[str, Any]:
 
     `flags` are this trainer's, completed, or the arguments of a Megatron-LM checkpoint, which may lack some.
     """
-    kind = linear_attention.kind_of(flags)
-    said = {name: getattr(flags, name, experts.DEFAULTS.get(name, means.usual)) for name, means in MEANINGS.items()}
-    said |= {
-        "quick_geglu": features.is_quick_geglu(flags),
-        "num_experts": experts.num_experts(flags),
-        "linear_attention": kind,
-        "no_rope_freq": _listed(attention.unrotated_layers(said["no_rope_freq"] or 0, flags.num_layers)),
-    }
+    values = said(flags, _USUAL)
+    values["no_rope_freq"] = _listed(attention.unrotated_layers(values["no_rope_freq"] or 0, flags.num_layers))
     found = {
-        name: said[name]
+        name: values[name]
         for name, means in MEANINGS.items()
-        if means.kept and means.is_met(said) and (means.kept == "always" or _is_unusual(said[name], means.usual))
+        if means.kept and means.is_met(values) and (means.kept == "always" or _is_unusual(values[name], means.usual))
     }
     for name in found:
         if MEANINGS[name].needs in (LATENTS, MAMBA_LAYERS):
             getattr(flags, name)  # raises if a checkpoint lacks a required one
-    if said["num_experts"] is not None:
+    if values["num_experts"] is not None:
         if found["moe_ffn_hidden_size"] is None:
             found["moe_ffn_hidden_size"] = flags.ffn_hidden_size
         found["moe_layer_freq"] = _listed(layers_with_experts(found["moe_layer_freq"], flags.num_layers))
-    if kind is not None:
-        found |= _linear_layers(flags, kind)
+    if values["linear_attention"] is not None:
+        found |= _linear_layers(flags, values["linear_attention"])
     if has_latents(flags):
         found |= {name: value for name, value in latent_fields(flags).items() if name != "rotary_base"}
     return found | attention.yarn_attributes(flags)

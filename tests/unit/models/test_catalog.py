@@ -481,6 +481,8 @@ def test_a_pipe_gives_the_shape_and_the_architecture():
         pipe.close()
         model, architecture = (load(f"/dev/fd/{readable}") for load in (catalog.load_model, catalog.load_architecture))
     assert (model.hidden_size, architecture["normalization"]) == (LLAMA_CONFIG["hidden_size"], "RMSNorm")
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        architecture.flags["normalization"] = "LayerNorm"
 
 
 def broken(kind, change):
