@@ -115,8 +115,6 @@ def as_flags(model: ModelShape, architecture: Architecture | None) -> dict[str, 
     if not flags["group_query_attention"]:
         del flags["num_query_groups"]
     kind = beyond["position_embedding_type"]
-    if kind != "rope":
-        flags.pop("rotary_percent", None)
     if has_latents:
         # Latent attention has its own RoPE and YaRN, which follow from the flags of YaRN.
         flags["position_embedding_type"] = "rope" if kind == "yarn" else kind

@@ -51,6 +51,8 @@ def rotation(config: Entries, family: Family) -> dict[str, Any]:
     base, share = values.number("rope_theta", family.base), float(values.number("partial_rotary_factor", 1.0))
     if base != int(base):
         config.why_not.append(f"rope_theta {base}: a whole number is needed")
+    if found["position_embedding_type"] == "yarn" and share != 1:
+        config.why_not.append(f"partial_rotary_factor {share} with YaRN: YaRN rotates whole heads")
     return found | {"rotary_base": int(base), "rotary_percent": share}
 
 

@@ -170,6 +170,10 @@ def test_entries_that_say_what_layers_do_anyway_are_read(config):
         (QWEN3_NEXT | {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid': it is swish"),
         (QWEN3_NEXT | {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype 'bfloat16': it is float32"),
         (QWEN3_NEXT | {"hidden_act": "relu2"}, "hidden_act 'relu2': it is silu"),
+        (
+            QWEN3_NEXT | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}},
+            "partial_rotary_factor 0.25 with YaRN: YaRN rotates whole heads",
+        ),
         (NEMOTRON | {"norm_eps": 1e-6}, "norm_eps 1e-06: layer_norm_epsilon is 1e-05"),
         (NEMOTRON | {"head_dim": None, "attention_head_dim": 64}, "attention_head_dim 64: head_dim is 128"),
         (NEMOTRON | {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu': it is relu2"),
