@@ -17,6 +17,7 @@ _INTEGRATIONS = ("foreign", "outside", "post_training", "scheduler")
 MOVED = {
     **{f"dynamic_cp.{name}": f"dynamic_cp.decide.{name}" for name in _DECIDE},
     **{f"megatron.dynamic_cp.{name}": f"megatron.integrations.{name}" for name in _INTEGRATIONS},
+    "dynamic_cp.lengths.distribution": "dynamic_cp.decide.distribution",
     "dynamic_cp.lengths.workloads": "dynamic_cp.decide.workloads",
     "megatron.dynamic_cp.calibration": "megatron.decide.calibration",
     "megatron.dynamic_cp.data.turns": "megatron.integrations.turns",

@@ -15,14 +15,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.backtest import causes, errors, layouts, variable
+from benchmarks.backtest import causes, errors, layouts, peaks, variable
 from benchmarks.backtest.runs import Run, read_runs
 from benchmarks.backtest.steps import Modelled, modelled
 from benchmarks.planner.report import inserted
 
 DOCS = Path(__file__).parents[2] / "docs"
-SUMMARY = ("backtest-goals", "backtest-spread")
-"""Tables of docs/backtest.md; the others are on docs/figures/backtest.md."""
+PLACES = {"backtest-goals": "backtest.md", "backtest-spread": "backtest.md", "backtest-sentence": "../README.md"}
+"""Table -> its page; those of all others are on figures/backtest.md."""
 SECTIONS = ("steps", "memory", "variable", "layout")
 
 
@@ -48,8 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write(tables: Mapping[str, str]) -> None:
     """Put each table between its markers."""
-    for page in (DOCS / "backtest.md", DOCS / "figures" / "backtest.md"):
-        own = {name: text for name, text in tables.items() if (name in SUMMARY) == (page.parent == DOCS)}
+    for name in dict.fromkeys([*PLACES.values(), "figures/backtest.md"]):
+        page = DOCS / name
+        own = {one: text for one, text in tables.items() if PLACES.get(one, "figures/backtest.md") == name}
         page.write_text(inserted(page.read_text(encoding="utf-8"), own), encoding="utf-8")
 
 
@@ -59,13 +60,18 @@ def tables_of(section: str, runs: Sequence[Run], results: Sequence[Modelled]) ->
         return {
             "backtest-goals": errors.goals_markdown(results),
             "backtest-spread": errors.spread_markdown(results),
+            "backtest-sentence": errors.sentence_markdown(results),
+            "backtest-kernels": peaks.kernels_markdown(results),
             "backtest-causes": causes.markdown(causes.measure(runs)),
             "backtest-pairs": errors.pairs_markdown(results),
             "backtest-steps": errors.steps_markdown(results),
             "backtest-sources": errors.sources_markdown(results),
         }
     if section == "memory":
-        return {"backtest-memory": errors.memory_markdown(results)}
+        return {
+            "backtest-memory": errors.memory_markdown(results),
+            "backtest-peaks": peaks.markdown(peaks.read_peaks()),
+        }
     if section == "layout":
         return {"backtest-layout": layouts.markdown(layouts.measure(runs))}
     pairs = variable.read_variable()

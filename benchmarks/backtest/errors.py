@@ -36,19 +36,28 @@ class Limit(NamedTuple):
 
 LIMITS: Mapping[str, Limit] = {
     "dense": Limit(0.96, 1.04, 1.10),
-    "experts": Limit(0.90, 1.07, 1.88),
-    "long context": Limit(0.90, 1.19, 1.35),
-    "hybrids": Limit(0.90, 1.12, 1.20),
-    "weak scaling": Limit(0.86, 1.05, 1.40),
-    "A100, no flash attention": Limit(0.78, 1.10, 1.80),
-    "torchtitan": Limit(0.56, 1.00, 2.05),
-    "FP8": Limit(0.95, 1.05, 1.45),
-    "long context, FP8": Limit(0.59, 1.00, 2.90),
+    "dense, recalled": Limit(0.88, 1.07, 1.20),
+    "experts": Limit(0.90, 1.10, 1.48),
+    "experts, FP8": Limit(0.90, 1.10, 1.15),
+    "packed fine-tuning": Limit(0.30, 1.15, 22.0),
+    "long context": Limit(0.95, 1.05, 1.10),
+    "long context, other kernels": Limit(0.58, 1.10, 1.80),
+    "long context, experts in FP8": Limit(0.90, 1.20, 1.35),
+    "hybrids": Limit(0.80, 1.10, 1.43),
+    "weak scaling": Limit(0.88, 1.05, 1.40),
+    "A100, flash attention": Limit(0.90, 1.10, 1.60),
+    "A100, no flash attention": Limit(0.85, 1.10, 1.65),
+    "FP8": Limit(0.96, 1.04, 1.12),
+    "long context, FP8": Limit(0.60, 1.00, 1.80),
+    "Blackwell": Limit(0.90, 1.15, 1.30),
+    "Blackwell, experts": Limit(0.50, 1.10, 2.10),
+    "FSDP": Limit(0.70, 1.10, 2.90),
 }
 """Group -> limits that fail the nightly test; make them narrower when the model gets better."""
 LEAST_RUNS = 40
-MOST_REFUSED = 0.1
-"""Largest share of the runs without FSDP that the memory model may refuse: each was published, so each fitted."""
+MOST_REFUSED = 0.085
+"""Largest share of the runs whose state is on their GPUs, without FSDP, that the memory model may refuse: each was
+published, so each fitted."""
 
 
 class Spread(NamedTuple):
@@ -143,9 +152,18 @@ def goals_markdown(results: Sequence[Modelled]) -> str:
         rows.append([f"{name}: runs within 10%", "all", percent(share), share == 1])
     known = spread([one.ratio for one in groups[KNOWN]]).within[0.15]
     rows.append([f"{KNOWN}: runs within 15%", "≥ 90%", percent(known), known >= 0.9])
-    refused = [one.is_refused for one in results if not one.run.is_sharded]
+    for name, most in (("FP8", 0.07), ("experts", 0.2), ("experts, FP8", 0.2), ("hybrids", 0.12)):
+        errors = spread([one.ratio for one in groups[name]])
+        is_met = 0.9 <= errors.median <= 1.1 and errors.rms <= most
+        reached = f"{errors.median:.2f}, {percent(errors.rms, 1)}"
+        rows.append([f"{name}: median, rms error", f"0.9 to 1.1, ≤ {most:.0%}", reached, is_met])
+    of_blackwell = spread([one.ratio for one in groups["Blackwell"]]).median
+    rows.append(["Blackwell, dense: median", "0.85 to 1.15", f"{of_blackwell:.2f}", 0.85 <= of_blackwell <= 1.15])
+    packed = spread([one.ratio for one in groups["packed fine-tuning"]]).median
+    rows.append(["packed fine-tuning: median", "0.85 to 1.15", f"{packed:.2f}", 0.85 <= packed <= 1.15])
+    refused = [one.is_refused for one in results if one.run.is_held]
     reached = f"{sum(refused)} of {len(refused)}"
-    rows.append(["refused by memory, FSDP apart", "≤ 2 of 15", reached, sum(refused) <= 2 / 15 * len(refused)])
+    rows.append(["refused by memory, FSDP apart", "≤ 5%", reached, sum(refused) <= 0.05 * len(refused)])
     return table("figure | goal | reached | met", [[*row[:3], "met" if row[3] else "missed"] for row in rows])
 
 
@@ -196,18 +214,34 @@ def memory_markdown(results: Sequence[Modelled]) -> str:
     refused = [one for one in results if one.is_refused]
     rows = []
     for one in refused:
-        if one.run.is_sharded:
+        if not one.run.is_held:
             continue
         needed, allowed, there = (f"{size / 1e9:.0f}" for size in (one.peak_bytes, one.available_bytes, one.hbm_bytes))
         by = "beyond the device" if one.peak_bytes > one.hbm_bytes else "in the reserve"
         rows.append([one.run.name, one.run.layout, needed, allowed, there, by])
-    sharded, others = ([one.is_refused for one in results if one.run.is_sharded is is_so] for is_so in (True, False))
+    sharded, others = ([one.is_refused for one in results if one.run.is_held is is_so] for is_so in (False, True))
     said = (
         f"Every published run fitted. Refused: {len(refused)} of {len(results)}, of which {sum(sharded)} of "
-        f"{len(sharded)} ran under FSDP,\nwhich is priced as the distributed optimizer; {sum(others)} of the other "
-        f"{len(others)}."
+        f"{len(sharded)} ran under FSDP,\nwhich is priced as the distributed optimizer, or had the optimizer on CPUs; "
+        f"{sum(others)} of the other {len(others)}."
     )
     return said + "\n\n" + table("refused run | layout | modelled GB | allowed GB | device GB | by", rows, left=2)
+
+
+def sentence_markdown(results: Sequence[Modelled]) -> str:
+    """Return what README says of the model: the groups that are nearest to this project beside the best one."""
+    groups = {name: spread([one.ratio for one in members]) for name, members in groups_of(results).items()}
+
+    def of(name: str) -> str:
+        return f"{groups[name].median:.2f} (rms error {percent(groups[name].rms)})"
+
+    return (
+        f"- [Against {len(results)} published runs](docs/backtest.md), modelled over published seconds are in the "
+        f"median: dense on H100 {of('dense')},\n  in FP8 {of('FP8')}, experts {of('experts')}, hybrids "
+        f"{of('hybrids')}, long context {of('long context')}\n  and "
+        f"{groups['long context, other kernels'].median:.2f} with other kernels of attention, short packed fine-tuning "
+        f"{groups['packed fine-tuning'].median:.2f}.\n  Dynamic CP is for these two: measure first."
+    )
 
 
 def broken_limits(results: Sequence[Modelled]) -> list[str]:
@@ -225,7 +259,7 @@ def broken_limits(results: Sequence[Modelled]) -> list[str]:
             broken.append(f"{name}: the median ratio is {errors.median:.3f}, allowed are {limit.least} to {limit.most}")
         if _distance(errors.furthest) > limit.worst:
             broken.append(f"{name}: a ratio is {errors.furthest:.3f}, further off than {limit.worst} times")
-    refused = [one.is_refused for one in results if not one.run.is_sharded]
+    refused = [one.is_refused for one in results if one.run.is_held]
     if sum(refused) > MOST_REFUSED * len(refused):
         broken.append(f"memory: {sum(refused)} of {len(refused)} runs are refused, {MOST_REFUSED:.0%} may be")
     return broken

@@ -22,6 +22,8 @@ SPLITS = ("fitted", "held_out")
 READ = ("opened", "notes", "recalled")
 """How a source was read: opened when its rows were written, from this project's notes of it, or from memory."""
 IN_FULL = "TFLOP/s/GPU, attention in full"
+OF_EXPERTS = ("imbalance", "dispatcher", "overlapped")
+"""Changes of a model that are those of its experts: how its run routes and sends tokens."""
 REPEATED = "TFLOP/s/GPU, attention in full, with recomputation"
 UNITS = ("s", "tokens/s/GPU", "TFLOP/s/GPU", IN_FULL, REPEATED)
 """Units of a published figure. FLOPs count causal attention as half unless the source says otherwise."""
@@ -60,7 +62,7 @@ class Run:
         group: runs whose errors are looked at together.
         model_name, model: what was trained.
         hardware_name: of a bundled hardware file.
-        settings: numbers of it that the precision changes.
+        precision: of the products of layers, "bf16" or "fp8".
         gpus, tp, pp, cp, vp, ep: the layout.
         exchange: how lanes of a CP group exchange, as --cp-comm-type.
         recompute, recompute_modules: as in `PlanOptions`.
@@ -83,7 +85,6 @@ class Run:
     split: str
     unit: str = "s"
     precision: str = "bf16"
-    settings: tuple[str, ...] = ()
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -121,6 +122,11 @@ class Run:
         return "FSDP" in self.assumed
 
     @property
+    def is_held(self) -> bool:
+        """Whether its GPUs held weights and optimizer state as the memory model takes them to."""
+        return not self.is_sharded and "optimizer on the CPU" not in self.assumed
+
+    @property
     def layout(self) -> str:
         """TP, PP, CP, and what else it has, in short."""
         more = [f"VP{self.vp}"] * (self.vp > 1) + [f"EP{self.ep}"] * (self.ep > 1)
@@ -137,13 +143,17 @@ class Run:
             pp_size=self.pp,
             vp_size=self.vp,
             ep_size=self.ep,
+            ranks_per_node=self.hardware.node_ranks(self.gpus),
             sequence_parallel=self.sequence_parallel and self.tp > 1,
         )
 
     @property
     def hardware(self) -> Hardware:
-        """The shipped prices, with what its precision changes."""
-        return load_hardware(self.hardware_name, self.settings)
+        """The shipped prices; the host launches nothing that CUDA graphs replay."""
+        hardware = load_hardware(self.hardware_name)
+        graphs = "cuda_graph" in self.source.flags
+        names = [name for name in hardware.__dataclass_fields__ if name.startswith("host_")]
+        return replace(hardware, **dict.fromkeys(names, 0.0)) if graphs else hardware
 
     @property
     def published_s(self) -> float:
@@ -189,7 +199,6 @@ def _run(shared: Mapping[str, Any], scale: Mapping[str, Any], data: Mapping[str,
         **entry | {"model": model},
         model_name=entry["model"],
         source=source,
-        settings=tuple(data["precisions"][entry.get("precision", "bf16")]["settings"]),
     )
 
 
@@ -204,9 +213,9 @@ def model_of(name: str, listed: Mapping[str, Any], changes: Mapping[str, Any]) -
     numbers = dict(listed.get(name, {"base": name}))
     base = numbers.pop("base", None)
     numbers |= changes
-    imbalance = numbers.pop("imbalance", None)
+    of_experts = {name: numbers.pop(name) for name in OF_EXPERTS if name in numbers}
     model = replace(load_model(base), **numbers) if base else ModelShape(**numbers)
-    if imbalance is None:
+    if not of_experts:
         return model
-    assert model.experts is not None, "only experts have an imbalance"
-    return replace(model, experts=replace(model.experts, imbalance=imbalance))
+    assert model.experts is not None, f"only experts have {', '.join(of_experts)}"
+    return replace(model, experts=replace(model.experts, **of_experts))

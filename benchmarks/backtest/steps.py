@@ -70,6 +70,8 @@ def problem_of(run: Run, hardware: Hardware | None = None) -> Problem:
             recompute=cast(Recompute, run.recompute),
             recompute_modules=cast("tuple[RecomputeModule, ...]", run.recompute_modules),
             tp_comm_overlap="tp_comm_overlap" in run.source.flags,
+            fp8=run.precision != "bf16",
+            fp8_param="fp8_param_gather" in run.source.flags,
         ),
         policy="static",
         data_parallel=data_parallel_of(run),

@@ -1,5 +1,5 @@
-"""Lengths of samples, from files and from names. Read in this order: `file` (its bytes and errors), `megatron_index`
-and `formats` (of files), `read` (any of them, and pipes)."""
+"""Lengths of samples, from files. Read in this order: `file` (its bytes and errors), `megatron_index` and `formats` (of
+files), `read` (any of them, and pipes)."""
 
 from typing import TYPE_CHECKING
 

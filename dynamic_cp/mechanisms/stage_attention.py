@@ -89,7 +89,7 @@ class StageAttention:
     """
 
     def __init__(self, stage: Stage, problem: Problem, node_lanes: int) -> None:
-        hardware, tp_size = problem.hardware, problem.topology.tp_size
+        hardware, tp_size = problem.rates, problem.topology.tp_size
         stage = stage.attention
         element_bytes = problem.options.element_bytes.exchanged
         self.layers = stage.num_layers

@@ -23,6 +23,9 @@ MLPs counted by their true widths):
 Linear attention whose lanes pass on states keeps for each sample the states before and behind a lane's two chunks, and
 the matrices that compose them, in float32.
 
+In FP8 a layer keeps what its products take at a byte: the inputs of the QKV and of the MLP's matrices. Of the
+attention's output it keeps a copy besides.
+
 A rank computes topk / TP copies of each token of a lane, on average over its EP block, times their imbalance.
 
 Sequence parallelism also splits the first line. Full recomputation keeps only the input of each layer, or of each unit
@@ -128,24 +131,29 @@ def activation_bytes(
     """
     layer = layer or model.layer
     element, tp_size = options.element_bytes.activation, topology.tp_size
-    hidden = model.hidden_size * element / topology.sequence_shares  # TP splits it only with sequence parallelism
+    product = 1 if options.fp8 else element  # bytes of what a product takes
+    hidden = model.hidden_size * product / topology.sequence_shares  # TP splits it only with sequence parallelism
     residual = model.hidden_size * options.element_bytes.residual / topology.sequence_shares
     query = layer.query_size * element / tp_size
     # With fewer KV heads than TP ranks every rank keeps a whole head.
     keys_and_values = 2 * max(layer.kv_size / tp_size, layer.kv_channels) * element
-    mlp = layer.mlp_kept_channels * element / tp_size
+    # Of two or three inner widths one is what a product takes.
+    inner = element - (element - product) / (3 if model.gated_linear_unit else 2)
+    mlp = layer.mlp_kept_channels * inner / tp_size
     routed = model.imbalance(topology.ep_size) * element / tp_size
     log_sum_exp = _FP32_BYTES * layer.num_attention_heads / tp_size
     gate = layer.gate_size * (_FP32_BYTES + element) / tp_size
     more = layer.more_kept_channels * element / topology.sequence_shares
     linear = _linear_bytes(layer.linear_attention, element, tp_size)
     inputs_of_halves = layer.halves * residual + layer.halves * hidden
-    whole = inputs_of_halves + 2 * query + keys_and_values + gate + mlp + log_sum_exp + more + linear.kept
+    copied = layer.query_size * options.fp8 / tp_size
+    whole = inputs_of_halves + 2 * query + copied + keys_and_values + gate + mlp + log_sum_exp + more + linear.kept
     of_mlp = "moe" if layer.num_experts else "mlp"
     core = log_sum_exp + linear.dropped
     dropped = {"core_attn": core, "mlp": 0.0, "moe": 0.0, "layernorm": layer.halves * hidden} | {of_mlp: mlp}
     dropped["gdn_norm_out"] = linear.normed
-    routed_kept = routed * layer.routed_kept_channels
+    of_copies = product * layer.routed_channels, inner * (layer.routed_kept_channels - layer.routed_channels)
+    routed_kept = model.imbalance(topology.ep_size) / tp_size * sum(of_copies)
     is_full, repeated = options.recompute == "full", options.repeated
     unit = options.recompute_layers.num_layers if options.recomputes_all else 1
     logits = (2 * element + _FP32_BYTES) * model.vocab_size / tp_size

@@ -152,8 +152,11 @@ class MemoryModel:
         """Return the weights of a rank on `stage` but those of routed experts; norms are not split by TP."""
         model, topology = self._model, self.topology
         weights = self._stages[stage].sum(lambda layer: layer.held_weights / topology.tp_size + layer.norm_weights)
-        weights += model.vocabulary_weights_on(stage, topology.pp_size) / topology.tp_size
+        weights += self._vocabulary_weights(stage)
         return weights + (model.hidden_size if stage == topology.pp_size - 1 else 0)
+
+    def _vocabulary_weights(self, stage: int) -> float:
+        return self._model.vocabulary_weights_on(stage, self.topology.pp_size) / self.topology.tp_size
 
     def num_expert_weights(self, stage: int) -> float:
         """Return the weights of the routed experts of a rank on `stage`."""
@@ -422,8 +425,10 @@ class MemoryModel:
         lanes, copies = topology.num_lanes, topology.num_lanes * topology.tp_size / topology.ep_size
         sharded = weights / lanes + experts / copies if self._data_parallel.distributed_optimizer else weights + experts
         element, state = self.options.element_bytes.weight, self._data_parallel.state
+        # Products in FP8 take weights by rows and by columns, a byte each: in the place of those in bf16, or besides.
+        copied = 2 * (held - self._vocabulary_weights(stage)) if self.options.fp8 and not self.options.fp8_param else 0
         memory = StageMemory(
-            weights_bytes=(held if self._data_parallel.adapters is None else held + weights) * element,
+            weights_bytes=(held if self._data_parallel.adapters is None else held + weights) * element + copied,
             gradients_bytes=(weights + experts) * state.gradient_bytes,
             optimizer_bytes=sharded * state.optimizer_bytes(element),
             communicators_bytes=self.num_communicators * self._hardware.communicator_bytes_per_group,

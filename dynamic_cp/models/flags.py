@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from dynamic_cp.models.table import (
@@ -37,7 +38,9 @@ GATED_DELTA_NET, MAMBA = "gated_delta_net", "mamba2"
 ALIASES = {"gdn": GATED_DELTA_NET}
 """Value of --experimental-attention-variant in later releases -> its name in 0.16."""
 FP8_FORMATS = ("e4m3", "hybrid")
-FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8", "delayed")
+FP8_ALIGNMENTS = MappingProxyType({"tensorwise": 16, "blockwise": 16, "mxfp8": 32, "delayed": 16})
+"""Recipe -> what the rows of a product are a multiple of. Source: megatron-core 0.16.1, `get_fp8_align_size`."""
+FP8_RECIPES, FP8_BLOCK = tuple(FP8_ALIGNMENTS), 128
 WINDOW_PATTERN = "give a number, or 1 (window) and 0 (none) for each layer, such as [1,1,0]*4"
 ROTATION_PATTERN = "give a number, or 1 (no rotation) and 0 (rotation) for each layer, such as [0,0,0,1]*4"
 LINEAR_PATTERN = "give a number, or 1 (linear) and 0 (attention) for each layer, such as [1,1,1,0]*3"

@@ -87,6 +87,7 @@ _BUFFERS = _MEMORY._replace(least=1e4, usual=(1e6, 1e11), example="600MB")
 _TOKENS = Kind("tokens", {"tokens": 1.0, "token": 1.0}, 0.0, 1e7)
 _RATIO = Kind("", {}, 0.01, 100.0)
 _SHARE = Kind("", {}, 0.0, 1.0)
+_COUNT = Kind("", {}, 1.0, 1e6)
 
 _ENDINGS = {
     "_flops_per_s": _FLOPS,
@@ -97,7 +98,8 @@ _ENDINGS = {
     "_bytes": _MEMORY,
 }
 """Ending of a name that says its unit -> its kind; a short name leaves it out."""
-_OTHER_ENDINGS = {"_tokens": _TOKENS, "_over_forward": _RATIO, "_credit": _SHARE, "_fraction": _SHARE}
+_OTHER_ENDINGS = {"_tokens": _TOKENS, "_channels": _COUNT, "_per_node": _COUNT, "_over_forward": _RATIO}
+_OTHER_ENDINGS |= {"_credit": _SHARE, "_fraction": _SHARE}
 
 
 def _kind_of(name: str) -> Kind:

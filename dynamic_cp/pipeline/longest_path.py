@@ -6,7 +6,7 @@ operation needs and which stage pays embedding and head.
 
 Lanes that share experts wait for each other in every layer. An operation then has one barrier over the union of the CP
 groups and the EP blocks that overlap. It takes as long as its slowest lane, each computing apart, plus the time of the
-experts (`pricing/experts.py`), the same on all of them. There is no other barrier.
+experts (`pricing/experts.py`), or as long as the host: the same on all of them. There is no other barrier.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ def couple_lanes(grid: Grid, tokens: Floats, table: PriceTable, vp_size: int) ->
     """
     # Arrays are taken out of their tuples once: compiled code counts references.
     sizes, chunk_ns, block, terms = grid.sizes, grid.chunk_ns, table.expert_lanes, table.expert_terms
+    hosts_s = table.expert_host_s
     num_rows, num_lanes = sizes.shape
     for row in range(num_rows):
         first = 0
@@ -140,6 +141,7 @@ def couple_lanes(grid: Grid, tokens: Floats, table: PriceTable, vp_size: int) ->
                 # Rounded up, so that bounds that ignore the rounding of lanes hold here, too.
                 experts_s = _experts_s(tokens[row, first:end], block, terms[direction], table.imbalance)
                 longest_ns += int(np.ceil(experts_s / vp_size * 1e9))
+                longest_ns = max(longest_ns, int(np.rint(hosts_s[direction] / vp_size * 1e9)))
                 for lane in range(first, end):
                     chunk_ns[direction, row, lane] = longest_ns
             for lane in range(first, end):

@@ -54,7 +54,7 @@ _PASSES = {
 """Passes of a token's channels through memory in bfloat16, forward and backward: of what is convolved, of its keys, of
 its values, and of keys and queries of every head. The convolution takes 2 and 4 of the first, the kernel's own are not
 among them. `tests/distributed/test_linear_launches.py` counts them."""
-_SHARE_OF_GEMMS = 0.25
+_SHARE_OF_GEMMS = 0.125
 """Rate of the core products over that of GEMMs, where hardware does not say. An assumption: docs/cost-model.md."""
 
 

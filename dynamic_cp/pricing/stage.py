@@ -2,7 +2,7 @@
 
 linear    = LIN * (tokens / cp + T0)          T0: a short pack does not fill the device
 tensor    = TPC * tokens / cp                 collectives of tensor and sequence parallelism
-copying   = CPY * tokens / cp                 copies of tokens for routed experts, and back (`experts.py`)
+copying   = CPY * tokens / cp                 copies of tokens for routed experts, and back; casts to FP8 (`experts.py`)
 attention, exposed                            `mechanisms/`, and linear attention by heads (`linear_prices.py`)
 forward   = overhead + linear + tensor + copying + attention + exposed, or what the host takes if that is more
 backward  = the same at their backward ratios + what recomputation repeats (full: forward, in block the share of its
@@ -28,12 +28,13 @@ from dynamic_cp.mechanisms.transfers import lanes_in_one_node, links_of
 from dynamic_cp.plans.padding import sample_multiple
 from dynamic_cp.pricing.allowed import may_span_all, token_capacity
 from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
-from dynamic_cp.pricing.experts import ExpertPrice, copying_s_per_token, expert_prices, launched_layers
+from dynamic_cp.pricing.experts import ExpertPrice, cast_s, copying_s_per_token, expert_prices, launched_layers
 from dynamic_cp.pricing.table import NUM_TERMS, PriceTable, terms_of
 from dynamic_cp.types import (
     ACROSS_NODES,
     Attention,
     Bucket,
+    Layer,
     MicroBatch,
     Problem,
     Stage,
@@ -62,6 +63,13 @@ def _terms_of_both(both: tuple[Convex, Convex]) -> _Terms:
     return terms_of(both[0]), terms_of(both[1])
 
 
+def _cast_channels(layer: Layer, hidden_size: int) -> float:
+    """Return the channels that products of a layer take and put out, without those of routed experts."""
+    linear = layer.linear_attention
+    mixed = 0 if linear is None else linear.convolved_channels + 2 * linear.value_channels
+    return 2 * layer.halves * hidden_size + 2 * (layer.query_size + layer.kv_size) + layer.mlp_kept_channels + mixed
+
+
 def _expert_line(price: ExpertPrice, cp_size: int, mean: float, routed: float) -> Linear:
     """Return what experts cost for the tokens of a bucket, for so many mean and routed tokens for each of a lane."""
     return Linear(price.constant, (mean * price.per_mean + routed * price.per_routed) / cp_size)
@@ -75,6 +83,7 @@ class StagePrices:
         mask: of the layers, of those without a window where only some have one.
         sharing: what limits how lanes can share out heads.
         experts: price of the routed experts (forward, backward).
+        host_block_s: (forward, backward) that the host takes at least of lanes which share experts.
         expert_lanes: lanes that share them; imbalance: of what they get.
         share_before_attention: share of what is not attention that comes before it in a layer, without latents.
         state_shifts: [log2 of a CP size, link][of the bucket, of each sample][forward or backward][NUM_TERMS] seconds
@@ -82,7 +91,7 @@ class StagePrices:
     """
 
     def __init__(self, problem: Problem) -> None:
-        model, hardware, topology = problem.model, problem.hardware, problem.topology
+        model, hardware, topology = problem.model, problem.rates, problem.topology
         node_lanes = lanes_in_one_node(topology)
         self.sharing = Sharing.of(model, topology, problem.options)
         stages = model.stages(topology.pp_size)
@@ -100,16 +109,20 @@ class StagePrices:
         own_weights = stage.sum(lambda layer: layer.linear_weights - layer.expert_weights)
         self._mlp_share = stage.sum(lambda layer: layer.mlp_weights) / own_weights
         self._moe_share = stage.sum(lambda layer: layer.moe_weights) / own_weights
-        self._linear_s_per_token = 2 * own_weights / hardware.linear_flops_per_s / topology.tp_size
+        # In bf16 the rate of GEMMs has what filling and emptying a tile takes; in FP8 that is a larger share.
+        narrow = (hardware.expert_extra_channels - problem.hardware.expert_extra_channels) / model.hidden_size
+        self._linear_s_per_token = 2 * own_weights / hardware.linear_flops_per_s / topology.tp_size * (1 + narrow)
         # Half of a layer's collectives are those of its MLP; routed experts need none, shared ones do.
         routed_only = stage.sum(lambda layer: layer.num_experts > 0 and not layer.mlp_kept_channels)
         dense = stage.sum(lambda layer: layer.mlp_weights > 0)
         mlps = stage.sum(lambda layer: layer.mlp_weights > 0 or layer.num_experts > 0)
-        tensor_s = tensor_s_per_token(problem)
-        self._tensor_s_per_token = (layers - 0.5 * routed_only) * tensor_s
+        tensor_s, linear_layers = tensor_s_per_token(problem), stage.linear_attention.num_layers
+        self._tensor_s_per_token = (layers - 0.5 * (routed_only + linear_layers)) * tensor_s
+        self._tensor_s_per_token += 0.5 * linear_layers * tensor_s_per_token(problem, overlaps=False)
         self._mlp_tensor_s_per_token = 0.5 * dense * tensor_s
         self._moe_tensor_s_per_token = 0.5 * (mlps - dense - routed_only) * tensor_s
-        self._copying_s_per_token = copying_s_per_token(stage, problem)
+        cast = cast_s(stage.sum(lambda layer: _cast_channels(layer, model.hidden_size)), problem)
+        self._copying_s_per_token = copying_s_per_token(stage, problem) + cast
         self.experts = expert_prices(stage, problem, self._recomputed_share)
         self.expert_lanes, self.imbalance = topology.expert_lanes, model.imbalance(topology.ep_size)
         ahead = stage.sum(lambda layer: model.hidden_size * (layer.query_size + layer.gate_size + 2 * layer.kv_size))
@@ -125,6 +138,13 @@ class StagePrices:
             launched * hardware.host_forward_s_per_layer + self._host_overhead_s,
             launched * hardware.host_backward_s_per_layer + self._host_overhead_s,
         )
+        of_experts = stage.sum(lambda layer: layer.num_experts > 0) * np.array(
+            [hardware.host_expert_forward_s_per_layer, hardware.host_expert_backward_s_per_layer]
+        )
+        repeats = np.array([[1.0, 0.0], [self._recomputed_share * ("moe" in self._repeated), 1.0]])
+        self._host_experts_s: list[float] = (repeats @ of_experts).tolist()
+        again = self._is_full * self._recomputed_share * (self._host_s[0] - self._host_overhead_s)
+        self.host_block_s = np.array([self._host_s[0], self._host_s[1] + again]) + self._host_experts_s
         # Once more is one step more.
         self._host_attention_s = self.attention.layers * hardware.host_ring_step_s_per_layer
         self.state_shifts = self._states_over_heads(topology)
@@ -243,6 +263,7 @@ class StagePrices:
                 own.plus(_expert_line(price, cp_size, 1.0, self.imbalance))
                 for own, price in zip((forward, backward), self.experts, strict=True)
             )
+            host_s, host_back_s = host_s + self._host_experts_s[0], host_back_s + self._host_experts_s[1]
         return Convex(forward, attention.kinks, host_s), Convex(backward, merged(kinks), host_back_s)
 
     def _states_over_heads(self, topology: Topology) -> Floats:
@@ -347,6 +368,7 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
         slowest_s_per_token=embedding_s + head_s if topology.pp_size == 1 else max(embedding_s, head_s),
         expert_lanes=topology.expert_lanes,
         expert_terms=np.array(stage.experts),
+        expert_host_s=stage.host_block_s,
         imbalance=stage.imbalance,
         level_terms=np.array(level_terms),
         level_floors=np.array([floor.level_terms for floor in floors]),

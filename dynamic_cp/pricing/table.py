@@ -207,6 +207,7 @@ class PriceTable(NamedTuple):
         expert_lanes: lanes that share experts; where it is 1, experts are part of `terms`.
         expert_terms: [forward or backward, (CONSTANT, PER_MEAN, PER_ROUTED)] seconds that lanes which share experts
             take on top of the longest of their own `terms` (`experts.ExpertPrice`).
+        expert_host_s: [forward or backward] seconds that their host takes at least, which no row or floor has.
         imbalance: tokens routed to the rank that gets most, over their mean.
         level_terms: as `terms`, with what experts cost in a block whose lanes all have as many tokens.
         level_floors: the same of `floors`: the mean over all lanes of a plan is never less.
@@ -228,6 +229,7 @@ class PriceTable(NamedTuple):
     slowest_s_per_token: float
     expert_lanes: int
     expert_terms: Floats
+    expert_host_s: Floats
     imbalance: float
     level_terms: Floats
     level_floors: Floats

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Literal, get_args
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import counted, require_at_least
 
+Dispatcher = Literal["alltoall", "deepep", "hybridep"]
+DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 EXPERT_IMBALANCE = 1.25
 """Tokens of the busiest rank of an EP block over the mean, where nothing else is known. An estimate: the capacity
 factor of Switch Transformers (arXiv 2101.03961, section 2.2), which drops tokens beyond it."""
@@ -56,6 +59,11 @@ class Experts:
         layer_freq: see `layers_with_experts`.
         grouped: a rank computes its experts in grouped products (--moe-grouped-gemm, only TransformerEngine's layers);
             False: one after the other.
+        num_groups, group_topk: groups of experts, of which each token is sent to some (--moe-router-num-groups,
+            --moe-router-group-topk); 0: to all.
+        dispatcher: how copies of tokens travel: "alltoall", each by itself, or "deepep" or "hybridep"
+            (--moe-token-dispatcher-type flex, --moe-flex-dispatcher-backend), once to each node, and to each rank.
+        overlapped: while another micro-batch computes (--overlap-moe-expert-parallel-comm).
         imbalance: routed tokens of the busiest rank of an EP block over the mean, >= 1; time and memory are planned for
             it.
     """
@@ -67,11 +75,15 @@ class Experts:
     shared_gate: bool = False
     layer_freq: int | tuple[int, ...] = 1
     grouped: bool = True
+    num_groups: int = 0
+    group_topk: int = 0
+    dispatcher: Dispatcher = "alltoall"
+    overlapped: bool = False
     imbalance: float = EXPERT_IMBALANCE
 
     def __post_init__(self) -> None:
         require_at_least(1, num_experts=self.num_experts, topk=self.topk, ffn_hidden_size=self.ffn_hidden_size)
-        require_at_least(0, shared_ffn_hidden_size=self.shared_ffn_hidden_size)
+        require_at_least(0, shared_ffn_hidden_size=self.shared_ffn_hidden_size, group_topk=self.group_topk)
         if self.topk > self.num_experts:
             raise InvalidInputError(
                 f"a token is sent to {self.topk} experts, a layer has {self.num_experts}: give topk "
@@ -79,6 +91,8 @@ class Experts:
                 topk=self.topk,
                 num_experts=self.num_experts,
             )
+        if self.dispatcher not in DISPATCHERS:
+            raise InvalidInputError(f"dispatcher is {self.dispatcher!r}: use one of {', '.join(DISPATCHERS)}")
         if self.shared_gate and not self.shared_ffn_hidden_size:
             raise InvalidInputError(
                 "shared_gate is true and shared_ffn_hidden_size 0: give the width of the shared experts that it "

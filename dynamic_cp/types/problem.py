@@ -143,6 +143,8 @@ class PlanOptions:
         tp_comm_overlap: TP collectives overlap with GEMMs (--tp-comm-overlap), in buffers of one shape.
         bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
         fp32_residual: the residual takes 4 bytes whatever the others take.
+        fp8: products of layers are in FP8 (--fp8-format); fp8_param: so are their weights (--fp8-param-gather), of
+            which otherwise a copy in FP8 is kept as well.
         search: how long to look for a plan: "fast" (milliseconds), "thorough" (some ten times as long), or "exact": the
             dynamic policy searches until its plan is proven the fastest, possible for tiny batches only.
         pool: whether servers of all stages may compute attention in ticks: never, if faster in simulation ("auto"), or
@@ -166,6 +168,8 @@ class PlanOptions:
     tp_comm_overlap: bool = False
     bytes_per_element: int = 2
     fp32_residual: bool = False
+    fp8: bool = False
+    fp8_param: bool = False
     search: SearchEffort = "fast"
     pool: PoolUse = "off"
     noise_margin: float = NOISE_MARGIN
@@ -337,6 +341,11 @@ class Problem:
                 f"{self.options.pool!r}: leave the pool out (--dynamic-cp-pool off)",
                 pool=self.options.pool,
             )
+
+    @property
+    def rates(self) -> Hardware:
+        """The hardware at the precision of products."""
+        return self.hardware.in_fp8() if self.options.fp8 else self.hardware
 
     @property
     def linear_backward_over_forward(self) -> float:

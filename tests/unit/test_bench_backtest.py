@@ -107,9 +107,11 @@ def test_settings_of_a_run_reach_the_prices() -> None:
     in_the_open = replace(run, source=replace(run.source, flags=()))
     assert modelled(in_the_open).reduction_s > 5 * modelled(run).reduction_s
     assert tensor_s_per_token(problem) > 0 == tensor_s_per_token(problem_of(run_of("Llama-3.1-8B, 8 GPUs")))
-    assert Reduction.of(problem_of(in_the_open)).least_s > 0 == Reduction.of(problem).least_s
+    hidden = Reduction.of(problem)
+    assert hidden.least_s == pytest.approx(hidden.slows * (hidden.reduce_s.max() + hidden.gather_s.max()))
+    assert Reduction.of(problem_of(in_the_open)).least_s > hidden.least_s > 0
     fp8 = run_of("Llama-3.1-70B, FP8")
-    assert fp8.hardware.linear_flops_per_s == 933e12 > run.hardware.linear_flops_per_s
+    assert problem_of(fp8).rates.linear_flops_per_s == pytest.approx(fp8.hardware.fp8_linear_flops_per_s)
     assert modelled(fp8).iteration_s < modelled(run).iteration_s
 
 
@@ -176,7 +178,7 @@ def test_what_overlaps_brings_dense_runs_nearer() -> None:
     )
     assert nothing > gradients > 2 * shipped
     goals = errors.goals_markdown(priced["TP collectives overlap, too: as shipped"])
-    assert goals.count("| met |") + goals.count("| missed |") == 6 + 1, "each goal once, and the header"
+    assert goals.count("| met |") + goals.count("| missed |") == 12 + 1, "each goal once, and the header"
 
 
 @pytest.mark.nightly
@@ -200,11 +202,13 @@ def test_a_published_pair_is_priced_both_ways() -> None:
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Limits hold, and the page has a place for every table."""
     assert command.main(["--check"]) == 0
-    page = tmp_path / "figures" / "backtest.md"
-    page.parent.mkdir()
-    shutil.copy(command.DOCS / "backtest.md", tmp_path)
+    docs = tmp_path / "docs"
+    page = docs / "figures" / "backtest.md"
+    page.parent.mkdir(parents=True)
+    shutil.copy(command.DOCS.parent / "README.md", tmp_path)
+    shutil.copy(command.DOCS / "backtest.md", docs)
     shutil.copy(command.DOCS / "figures" / "backtest.md", page)
-    monkeypatch.setattr(command, "DOCS", tmp_path)
+    monkeypatch.setattr(command, "DOCS", docs)
     assert command.main(["--markdown"]) == 0
     assert "Refused:" in capsys.readouterr().out
     for pair in variable.read_variable():

@@ -391,7 +391,10 @@ class _Program:
             for prices, _ in here:
                 self.problem += longest >= prices[direction]
             constant, per_mean, per_routed = (table.expert_terms[direction] / topology.vp_size / self.unit_s).tolist()
-            sides.append(longest + constant + per_mean * mean + per_routed * routed)
+            block_s = self._number(f"block_{side}_{name}")
+            self.problem += block_s >= longest + constant + per_mean * mean + per_routed * routed
+            self.problem += block_s >= table.expert_host_s[direction] / topology.vp_size / self.unit_s
+            sides.append(block_s)
         return sides[0], sides[1]
 
     def _most_s(self, convex: Convex, group: _Group) -> float:

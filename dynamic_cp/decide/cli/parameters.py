@@ -14,9 +14,10 @@ import click
 
 from dynamic_cp.decide.cli.options import Names, Numbers, TokensOrAuto, option, options_in, options_of, taken
 from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import catalog, layers
 from dynamic_cp.models.architecture import as_flags
+from dynamic_cp.models.flags import FP8_ALIGNMENTS, FP8_BLOCK, FP8_FORMATS, FP8_RECIPES
 from dynamic_cp.models.layers import hardware_of_layers, is_of_local_layers
 from dynamic_cp.setting import TP_OVERLAPS, TpOverlap
 from dynamic_cp.types import (
@@ -49,6 +50,7 @@ from dynamic_cp.types import (
     is_power_of_two,
     masks_by_rule,
 )
+from dynamic_cp.types.experts import DISPATCHERS, Dispatcher
 from dynamic_cp.types.experts import EXPERT_IMBALANCE as DEFAULT_IMBALANCE
 
 if TYPE_CHECKING:
@@ -297,7 +299,29 @@ class RunInput:
         float,
         metavar="X",
     )
-    ranks_per_node: int = option("Number of GPUs in a node.", int, 8)
+    moe_token_dispatcher_type: str = option(
+        "How tokens travel to their experts: alltoall, a copy for each expert; flex, one for each node. "
+        "pretrain_gpt.py has alltoall.",
+        ("alltoall", "flex"),
+        "alltoall",
+    )
+    moe_flex_dispatcher_backend: str | None = option(
+        "With flex: the dispatcher. [default: deepep]", tuple(name for name in DISPATCHERS if name != "alltoall")
+    )
+    overlap_moe_expert_parallel_comm: bool = option(
+        "Tokens travel to experts while another micro-batch computes. pretrain_gpt.py does not have it.", bool
+    )
+    fp8_format: str | None = option(
+        "Products of layers in FP8, with the rates of the hardware; attention, head and weights stay in bf16.",
+        FP8_FORMATS,
+    )
+    fp8_recipe: str | None = option(
+        "How products in FP8 are scaled, which decides to how many tokens a rank's are padded. [default: delayed]",
+        FP8_RECIPES,
+    )
+    ranks_per_node: int | None = option(
+        "Number of GPUs in a node, or in its NVLink domain. [default: as the hardware says]", int
+    )
     loss_chunk_tokens: int | str = option(
         "LM head and loss over chunks of so many tokens, which the backward pass computes again, so that no more "
         f"logits exist at once; auto: {AUTO_CHUNK_TOKENS} times --tp; 0: all tokens.",
@@ -345,12 +369,69 @@ class RunInput:
     @cached_property
     def whole_model(self) -> ModelShape:
         """The model as it trains, with the imbalance of its experts and the modules that are given."""
-        return load_model(self.model, self.hardware, self.expert_imbalance, self.mtp_num_layers)
+        model = load_model(self.model, self.hardware, self.expert_imbalance, self.mtp_num_layers)
+        backend, overlaps = self.moe_flex_dispatcher_backend, self.overlap_moe_expert_parallel_comm
+        is_flex = self.moe_token_dispatcher_type == "flex"
+        if backend is not None and not is_flex:
+            raise InvalidInputError(
+                f"--moe-flex-dispatcher-backend {backend} is a flexible dispatcher, --moe-token-dispatcher-type is "
+                f"{self.moe_token_dispatcher_type}: add --moe-token-dispatcher-type flex, or leave it out"
+            )
+        if model.experts is not None:
+            dispatcher = cast(Dispatcher, backend or "deepep") if is_flex else "alltoall"
+            return replace(model, experts=replace(model.experts, dispatcher=dispatcher, overlapped=overlaps))
+        if is_flex or overlaps:
+            flag = "--moe-token-dispatcher-type flex" if is_flex else "--overlap-moe-expert-parallel-comm"
+            raise InvalidInputError(f"{flag} is about experts, and {self.model} has none: leave it out")
+        return model
+
+    @property
+    def model_name(self) -> str:
+        """What to call the model: as it was typed, with precision and dispatcher where they are not the usual ones."""
+        experts = self.whole_model.experts
+        words = ["FP8"] * self.fp8
+        if experts is not None and (experts.dispatcher != "alltoall" or experts.overlapped):
+            words.append(experts.dispatcher + ", overlapped" * experts.overlapped)
+        return f"{self.model} ({', '.join(words)})" if words else self.model
 
     @cached_property
     def hardware_values(self) -> Hardware:
         """The hardware, with what --set changes."""
         return catalog.load_hardware(self.hardware, self.settings)
+
+    @cached_property
+    def fp8(self) -> bool:
+        """Whether products of layers are in FP8.
+
+        Raises:
+            InvalidInputError: a recipe for nothing, hardware without a rate of FP8, or layers that have none.
+        """
+        if self.fp8_format is None:
+            if self.fp8_recipe is not None:
+                raise InvalidInputError(f"--fp8-recipe {self.fp8_recipe} is for products in FP8: add --fp8-format")
+            return False
+        if not self.hardware_values.fp8_linear_flops_per_s:
+            raise InvalidInputError(
+                f"--fp8-format {self.fp8_format}, and hardware {self.hardware_name} states no fp8_linear_flops_per_s: "
+                "use another --hardware, or add it by --set"
+            )
+        if (why := why_local(self.model, self.hardware)) is not None:
+            raise UnsupportedFeatureError(
+                f"--fp8-format {self.fp8_format} is for TransformerEngine's layers, and {self.model} trains with local "
+                f"ones ({why}): leave it out"
+            )
+        return True
+
+    def token_alignment(self, tp_size: int) -> int:
+        """Return what a rank's tokens are a multiple of, with sequence parallelism each share of them."""
+        recipe = self.fp8_recipe or "delayed"
+        if not self.fp8:
+            return 1
+        return FP8_BLOCK if recipe == "blockwise" and tp_size > 1 else FP8_ALIGNMENTS[recipe]
+
+    def node_ranks(self, world_size: int) -> int:
+        """Return the ranks of a node, as they are given or as the hardware has them."""
+        return self.hardware_values.node_ranks(world_size) if self.ranks_per_node is None else self.ranks_per_node
 
     @property
     def hardware_name(self) -> str:
@@ -420,9 +501,15 @@ class RunInput:
             data_parallel=self.data_parallel,
             tp_overlap=self.tp_overlap,
             state_exchange=self.states,
+            fp8=self.fp8,
         )
 
 
+PRECISION_AND_EXPERTS = (
+    "fp8_format fp8_recipe expert_imbalance moe_token_dispatcher_type moe_flex_dispatcher_backend "
+    "overlap_moe_expert_parallel_comm"
+)
+"""Options of commands that price a job."""
 _SEARCHED = "; with --gpus the fastest]"
 
 
@@ -490,9 +577,10 @@ class JobInput(RunInput):
             tp_size=sizes[0],
             pp_size=sizes[1],
             vp_size=sizes[2],
-            ranks_per_node=self.ranks_per_node,
+            ranks_per_node=self.node_ranks(self.lanes * sizes[0] * sizes[1]),
             sequence_parallel=sizes[0] > 1,
             ep_size=sizes[3],
+            token_alignment=self.token_alignment(sizes[0]),
         )
 
     @property
@@ -534,6 +622,7 @@ class JobInput(RunInput):
             loss_chunk_tokens=chunk_tokens(self.loss_chunk_tokens, self.topology.tp_size),
             search=self.search,
             state_exchange=self.states,
+            fp8=self.fp8,
         )
 
     def _check_searched_layers(self) -> None:
@@ -561,7 +650,7 @@ class JobInput(RunInput):
                 else "--gpus searches a layout, --lanes is a given one: leave one of them out.",
                 click.get_current_context(silent=True),
             )
-        _ = self.model_shape, self.hardware_values, self.states
+        _ = self.model_shape, self.hardware_values, self.states, self.fp8
         if self.gpus is not None:
             self._check_searched_layers()
             return
@@ -575,7 +664,7 @@ class JobInput(RunInput):
             tp_size=topology.tp_size,
             pp_size=topology.pp_size,
             vp_size=topology.vp_size,
-            ranks_per_node=min(self.ranks_per_node, topology.world_size),
+            ranks_per_node=min(topology.ranks_per_node, topology.world_size),
             ep_size=topology.ep_size,
         )
         if reason:
@@ -585,7 +674,7 @@ class JobInput(RunInput):
                 f"--tp {topology.tp_size} --pp {topology.pp_size} --vpp {topology.vp_size}{ep}: {reason} "
                 f"(the model has {model.num_layers} layers, "
                 f"{model.num_attention_heads} heads, {model.num_query_groups} KV heads and an MLP of "
-                f"{model.ffn_hidden_size}, a node {self.ranks_per_node} GPUs): change {change}"
+                f"{model.ffn_hidden_size}, a node {topology.ranks_per_node} GPUs): change {change}"
             )
 
     @property
@@ -600,7 +689,8 @@ class JobInput(RunInput):
         recompute = "block" if self.recompute_method == "block" else self.recompute
         return Space(
             num_gpus=self.gpus,
-            ranks_per_node=self.ranks_per_node,
+            ranks_per_node=self.node_ranks(self.gpus),
+            token_alignment=self.token_alignment,
             tp_sizes=alone(self.tp),
             pp_sizes=alone(self.pp),
             vp_sizes=alone(self.vpp),
@@ -617,7 +707,7 @@ class JobInput(RunInput):
 
 def job_options(command: _Command) -> _Command:
     """Add the options that describe a job."""
-    layout = "gpus lanes model hardware settings tp pp vpp ep mtp_num_layers expert_imbalance ranks_per_node"
+    layout = f"gpus lanes model hardware settings tp pp vpp ep mtp_num_layers {PRECISION_AND_EXPERTS} ranks_per_node"
     memory = "recompute recompute_method recompute_num_layers loss_chunk_tokens"
     names = f"{layout} {memory} no_distributed_optimizer no_overlap_grad_reduce"
     for add in (
@@ -697,7 +787,8 @@ class SweepInput(RunInput):
 
         return Space(
             num_gpus=self.gpus,
-            ranks_per_node=self.ranks_per_node,
+            ranks_per_node=self.node_ranks(self.gpus),
+            token_alignment=self.token_alignment,
             tp_sizes=self.tp,
             pp_sizes=self.pp,
             vp_sizes=self.vpp,

@@ -114,7 +114,7 @@ def compared(
             comparison = compare_settings(
                 shared,
                 found.settings,
-                names=(job.model, job.hardware_name),
+                names=(job.model_name, job.hardware_name),
                 task_options=tasks,
                 other_prices=found.other_prices,
                 progress=steps,
@@ -129,7 +129,7 @@ def compared(
             policies=names,
             limit_from_memory=job.limit_from_memory,
             data_parallel=job.data_parallel,
-            model_name=job.model,
+            model_name=job.model_name,
             hardware_name=job.hardware_name,
             task_options=tasks,
             progress=steps,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _LINE = 92
 _HARDWARE = "hardware.json"
 """What the trainer reads in place of --set."""
+_MOST_OF_A_HOST = 16
+"""GPUs of one host, which torchrun starts ranks for."""
 _OTHERS = ("static", "dynamic")
 """What a file beside the recommended one may be called."""
 
@@ -92,6 +94,14 @@ class Starter:
         """Return why there is no launch line of a policy, nothing where there is one."""
         if policy not in TRAINED_POLICIES:
             return f"pretrain_gpt.py has no policy {policy}"
+        if self.job.fp8 and self.job.model.experts is not None:
+            return "pretrain_gpt.py does not train experts in FP8"
+        domain = int(self.job.hardware.ranks_per_node)
+        if domain > _MOST_OF_A_HOST and self.run.ranks_per_node is None:
+            return (
+                f"pretrain_gpt.py takes a host for a node, and an NVLink domain of {domain} GPUs has several: "
+                "give --ranks-per-node, the GPUs of a host"
+            )
         reason = why_not_trained(self.job.model, self.architecture)
         return f"pretrain_gpt.py does not train this model: {reason}" if reason else ""
 
@@ -109,6 +119,7 @@ class Starter:
             global_batch_size=len(self.job.batches[0]),
             options=self.job.options_of(point.setting),
             data_parallel=self.job.data_parallel,
+            fp8=(self.run.fp8_format, self.run.fp8_recipe),
         )
         return [line for group in groups for line in _wrapped(group)]
 
@@ -154,6 +165,17 @@ class Starter:
                 f"samples have up to {self.job.max_seqlen} tokens, the model was made for "
                 f"{architecture['max_position_embeddings']}"
             )
+        if (experts := self.job.model.experts) is not None:
+            beside = " beside computation" if experts.overlapped else ""
+            notes.append(
+                f"tokens travel to experts by {experts.dispatcher}{beside}, and the busiest rank has "
+                f"{experts.imbalance:g} times the mean: natural routing took 1.09 to 1.5 times as long as balanced"
+            )
+            if experts.dispatcher != "alltoall" or experts.overlapped:
+                notes.append(
+                    "pretrain_gpt.py has --moe-token-dispatcher-type alltoall, without overlap: the seconds are those "
+                    "of a trainer that has the other"
+                )
         if self.job.tp_overlap != "none":
             notes.append("pretrain_gpt.py has no --tp-comm-overlap: the seconds are those of a trainer that has it")
         if architecture is not None and architecture.not_imported:

@@ -20,7 +20,7 @@ from dynamic_cp.decide.cli.options import (
     subcommand,
     taken,
 )
-from dynamic_cp.decide.cli.parameters import STATE, BatchInput, SweepInput, batch_options
+from dynamic_cp.decide.cli.parameters import PRECISION_AND_EXPERTS, STATE, BatchInput, SweepInput, batch_options
 from dynamic_cp.decide.cli.simulate import policies_in, searched
 from dynamic_cp.decide.cli.tables import Progress, console, progress
 from dynamic_cp.decide.files import STDOUT, check_apart, check_writable, write_json
@@ -54,7 +54,7 @@ _OF_SEARCH = (
 @options_of(
     SweepInput,
     "Job",
-    "gpus model hardware settings mtp_num_layers expert_imbalance ranks_per_node no_distributed_optimizer "
+    f"gpus model hardware settings mtp_num_layers {PRECISION_AND_EXPERTS} ranks_per_node no_distributed_optimizer "
     "no_overlap_grad_reduce",
 )
 @options_in("Job", **STATE)
@@ -168,7 +168,7 @@ def _show_ended(best: Mapping[str, Point], starter: Starter) -> None:
 
 def _inputs(batch: BatchInput, space: Space, job: SweepJob, run: SweepInput) -> dict[str, Any]:
     as_given = (
-        *("tp", "pp", "vpp", "ep", "expert_imbalance", "mtp_num_layers", "max_tokens_per_rank"),
+        *("tp", "pp", "vpp", "ep", *PRECISION_AND_EXPERTS.split(), "mtp_num_layers", "max_tokens_per_rank"),
         *("cp_comm_type", "state_exchange", "model", "hardware"),
     )
     return {

@@ -45,6 +45,7 @@ class SweepJob:
     data_parallel: DataParallel = SHARDED
     tp_overlap: TpOverlap = "none"
     state_exchange: StateExchangeUse = "auto"
+    fp8: bool = False
 
     def model_of(self, setting: Setting) -> ModelShape:
         """Return the model, cut into the stages of `setting`."""
@@ -64,7 +65,7 @@ class SweepJob:
     def options_of(self, setting: Setting) -> PlanOptions:
         overlaps = self.tp_overlap == "all" or (self.tp_overlap == "static" and setting.is_static)
         options = setting.options(self.search)
-        return replace(options, tp_comm_overlap=overlaps, state_exchange=self.state_exchange)
+        return replace(options, tp_comm_overlap=overlaps, state_exchange=self.state_exchange, fp8=self.fp8)
 
     def memory(self, setting: Setting) -> MemoryModel:
         return MemoryModel(self.problem(setting))

@@ -55,10 +55,12 @@ def launch_flags(
     global_batch_size: int,
     options: PlanOptions | None = None,
     data_parallel: DataParallel = SHARDED,
+    fp8: tuple[str | None, str | None] = (None, None),
 ) -> tuple[tuple[str, ...], ...]:
     """Return the flags, each with its value if it has one, in groups of one line: parallelism, dynamic CP, model. What
     is not here is the user's: data, tokenizer, learning rate, length of the run. `architecture` None: `assumed`;
-    `options` are the planner's, None: those of the setting. UnsupportedFeatureError: what the trainer lacks of it."""
+    `options` are the planner's, None: those of the setting; `fp8`: --fp8-format and --fp8-recipe.
+    UnsupportedFeatureError: what the trainer lacks of it."""
     if reason := why_not_trained(model, architecture):
         raise UnsupportedFeatureError(f"pretrain_gpt.py does not train this model: {reason}")
     flags = model_flags(model, architecture, tp_size=setting.topology.tp_size, max_seqlen=max_seqlen)
@@ -66,7 +68,7 @@ def launch_flags(
     return (
         _parallelism(setting, data_parallel),
         _planning(setting, hardware_name, options or setting.options()),
-        _lengths(max_seqlen, global_batch_size, grouped=model.experts is not None and model.experts.grouped),
+        _lengths(max_seqlen, global_batch_size, fp8, grouped=model.experts is not None and model.experts.grouped),
         _recompute(setting),
         words[:of_norms],
         words[of_norms:],
@@ -167,9 +169,9 @@ def _planning(setting: Setting, hardware_name: str, options: PlanOptions) -> Fla
     )
 
 
-def _lengths(max_seqlen: int, global_batch_size: int, *, grouped: bool) -> Flags:
+def _lengths(max_seqlen: int, global_batch_size: int, fp8: tuple[str | None, str | None], *, grouped: bool) -> Flags:
     given = (f"--seq-length {max_seqlen}", f"--global-batch-size {global_batch_size}", "--bf16")
-    return (*given, *_given(("--moe-grouped-gemm", grouped)))
+    return (*given, *_given(("--fp8-format", fp8[0]), ("--fp8-recipe", fp8[1]), ("--moe-grouped-gemm", grouped)))
 
 
 def _recompute(setting: Setting) -> Flags:

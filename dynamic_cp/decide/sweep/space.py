@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, product
@@ -41,10 +41,12 @@ class Space:
             fastest.
         static_cp_size: CP size of the static policies; None = all.
         max_cp_size: largest CP size of the other policies; None = all that leave memory for more tokens.
+        token_alignment: TP size -> that of a topology.
     """
 
     num_gpus: int
     ranks_per_node: int = 8
+    token_alignment: Callable[[int], int] | None = None
     tp_sizes: tuple[int, ...] | None = None
     pp_sizes: tuple[int, ...] | None = None
     vp_sizes: tuple[int, ...] | None = None
@@ -132,6 +134,7 @@ def layouts_of(space: Space, model: ModelShape) -> Iterator[tuple[Topology, str]
                     ranks_per_node=space.ranks_per_node,
                     sequence_parallel=tp_size > 1,
                     ep_size=ep_size,
+                    token_alignment=1 if space.token_alignment is None else space.token_alignment(tp_size),
                 )
             except InvalidInputError:  # what else it refuses is refused above
                 yield Refused("blocks of EP lanes do not divide the lanes")

@@ -13,19 +13,18 @@ from types import MappingProxyType
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models.flags import FP8_ALIGNMENTS as ALIGNMENTS
+from dynamic_cp.models.flags import FP8_BLOCK as BLOCK
 from dynamic_cp.models.flags import FP8_FORMATS
 from megatron.dynamic_cp.flags import exclusions
 
 logger = logging.getLogger(__name__)
 
 FLAG, RECIPE_FLAG = exclusions.FP8, "--fp8-recipe"
-ALIGNMENTS = MappingProxyType({"tensorwise": 16, "blockwise": 16, "mxfp8": 32, "delayed": 16})
-"""Recipe -> what the rows of a product are a multiple of. Source: megatron-core 0.16.1, `get_fp8_align_size`."""
-BLOCK = 128
-"""Rows and channels of a block that `blockwise` gathers in FP8, whole blocks from each tensor-parallel rank. Source:
-TransformerEngine's `Float8BlockQuantizer.is_quantizable`: until 2.13 layers assert it (`assert_dim_for_all_gather`),
-from 2.14 on `distributed.py` gathers in bfloat16 instead and warns. Products alone need 16: `CanonicalizeGemmInput`."""
 GATHERS_ANYTHING_SINCE = (2, 14)
+"""Release of TransformerEngine from which on `blockwise` gathers in bfloat16 what is no whole blocks of rows and
+channels for each tensor-parallel rank, and warns (`distributed.py`); before, layers assert it
+(`Float8BlockQuantizer.is_quantizable`). Products alone need 16: `CanonicalizeGemmInput`."""
 CAPABILITIES = MappingProxyType({"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "delayed": (8, 9)})
 """Recipe -> oldest compute capability. Source: TransformerEngine 2.11, `pytorch/fp8.py`, its `check_*_support`."""
 DEFAULT_RECIPE = "delayed"

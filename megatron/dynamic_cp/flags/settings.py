@@ -53,7 +53,7 @@ class PlanningSettings:
         seq_length: longest sample in tokens.
         recompute: activation recomputation, with its modules if selective and its layers if full.
         bytes_per_element: of an activation.
-        fp32_residual: the residual stays in float32 where other activations do not.
+        fp32_residual: the residual stays in float32 where other activations do not; fp8: products of layers are in FP8.
         exchange_timeout_s: of every exchange between ranks.
         has_windows, has_latents: some layers have a window, which not all exchanges serve, or multi-latent attention.
         auto_places: `auto` may place attention where layers have windows; not with another loop's iterator, whose
@@ -69,6 +69,7 @@ class PlanningSettings:
     recompute_layers: RecomputedLayers
     bytes_per_element: int
     fp32_residual: bool
+    fp8: bool
     data_parallel: DataParallel
     exchange_timeout_s: float
     has_windows: bool

@@ -291,6 +291,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         recompute_layers=_recomputed_layers(args, topology),
         bytes_per_element=2 if args.bf16 else 4,
         fp32_residual=args.fp32_residual_connection,
+        fp8=args.fp8 is not None,
         data_parallel=DataParallel(
             distributed_optimizer=args.use_distributed_optimizer,
             overlap_grad_reduce=args.overlap_grad_reduce,

@@ -592,7 +592,7 @@ def test_a_file_from_before_a_price_says_once_what_it_lacks(tmp_path, caplog):
     for _ in range(2):
         assert catalog.load_hardware(path).host_forward_s_per_layer == 0
     (said,) = caplog.messages
-    assert "old.json states 33 of 37 numbers, without host_forward_s_per_layer, host_backward_s_per_layer" in said
+    assert "old.json states 37 of 43 numbers, without host_forward_s_per_layer, host_backward_s_per_layer" in said
     caplog.clear()
     path.write_text(json.dumps({**old, "name": "h100", "base": "h100"}))
     assert catalog.load_hardware(path).host_forward_s_per_layer > 0

@@ -62,7 +62,8 @@ def experts_s(tokens: list[float], topology: Topology, recompute: str, imbalance
     routed = EXPERTS.topk * max(most, imbalance * mean) * copy_bytes / topology.tp_size
     near = ranks_of_block_in_node(topology)
     in_node, across = near - 1, topology.ep_size - near
-    sent = routed / topology.ep_size * (in_node / 1e8 + across / 2e7) + HARDWARE.exchange_latency_s_per_layer
+    link = max(1e8, HARDWARE.collective_bandwidth_in_node_bytes_per_s)
+    sent = routed / topology.ep_size * (in_node / link + across / 2e7) + HARDWARE.exchange_latency_s_per_layer
     forward = layers * (gemms + sorting + 2 * sent)
     backward = layers * (2 * gemms + sorting + 2 * sent)
     return forward, backward + (forward if recompute == "full" else 0)

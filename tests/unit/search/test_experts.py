@@ -28,7 +28,7 @@ def test_level_rows_are_close_to_what_no_plan_beats():
         seconds, bound = problem.seconds(plan), lower_bound(problem.samples, problem.cost_model)
         ignorant_s = problem.seconds(replace(ignorant, topology=problem.topology))
         assert bound.seconds <= seconds <= 1.06 * bound.seconds, setting.name
-        assert seconds <= ignorant_s, setting.name
+        assert seconds <= 1.001 * ignorant_s, setting.name  # a packer that sees no coupling may be lucky
         over_bound.append(seconds / bound.seconds)
         over_plan.append(ignorant_s / seconds)
     assert len(over_bound) >= 7
