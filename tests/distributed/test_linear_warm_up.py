@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynamic_cp.types import STATE_EXCHANGES, LinearAttention, Topology
+from megatron.decide import linear_warm_up
+from megatron.decide.linear_warm_up import LinearWarmUp, agree_on_choices, tuned_programs
 from megatron.dynamic_cp.attention.linear import kernels, thd
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.trainer.setup import linear_warm_up
-from megatron.trainer.setup.linear_warm_up import LinearWarmUp, agree_on_choices, tuned_programs
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.released_linear_kernels import RELEASED
 

@@ -131,9 +131,9 @@ class ProcessGroupNCCL(metaclass=_SendsNothing):
 
 def install(library: Path) -> None:
     """Replace torch.cuda's functions and NCCL in this process, which has loaded `library` before torch."""
+    from megatron.decide import linear_warm_up
     from megatron.dynamic_cp.attention.kernels import merging
     from megatron.dynamic_cp.attention.linear import kernels
-    from megatron.trainer.setup import linear_warm_up
 
     merging.has_triton = lambda: False  # type: ignore[assignment]  # its programs need a device
     kernels.why_not = lambda device, sizes: None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from importlib import import_module
 from typing import TypeVar
 
 import torch
@@ -177,10 +178,9 @@ def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
     )
     linear_attention = runtime.model_shape.linear_attention
     if linear_attention is not None:
-        from megatron.trainer.setup.linear_warm_up import LinearWarmUp
-
         way = runtime.options.state_exchange
-        linear = LinearWarmUp(linear_attention.of_rank(tp_size), config.params_dtype, device)
+        tuning = import_module("megatron.decide.linear_warm_up")  # no part of the core: asked for by name
+        linear = tuning.LinearWarmUp(linear_attention.of_rank(tp_size), config.params_dtype, device)
         ways = STATE_EXCHANGES if way == "auto" else (way,)
         began, number = time.perf_counter(), _within_memory(lambda: linear.run(groups, ways, limit), limit)
         logger.info("warm-up: %d packs of linear attention in %.1f s", number, time.perf_counter() - began)

@@ -145,9 +145,7 @@ FLA = LinearKernel(name="fla", convolve=convolve, normalize=normalize, scan=scan
 @lru_cache
 def choose_linear_kernel(device: torch.device, sizes: LinearAttention) -> LinearKernel:
     """Return the kernel of linear attention on `device` and log why, once; called at start-up, too, to end there.
-
-    Raises:
-        UnsupportedFeatureError: on a GPU, flash-linear-attention is missing or cannot do it.
+    UnsupportedFeatureError: on a GPU, flash-linear-attention is missing or cannot do it.
     """
     if device.type == "cpu":
         logger.info("linear attention kernel %s: on the CPU", PORTABLE.name)
@@ -161,13 +159,7 @@ def choose_linear_kernel(device: torch.device, sizes: LinearAttention) -> Linear
 
 def prepare_linear_kernel(sizes: LinearAttention, dtype: torch.dtype, device: torch.device) -> float:
     """Choose the kernel of a run, log why, and return how far it is from the portable one, of the norm; at start-up.
-
-    Args:
-        sizes: of a tensor-parallel rank.
-        dtype: of the model.
-
-    Raises:
-        UnsupportedFeatureError: there is no kernel on this device, or it computes something else; names what.
+    `sizes` are those of a tensor-parallel rank. UnsupportedFeatureError: no kernel here, or it computes something else.
     """
     return check_linear_kernel(choose_linear_kernel(device, sizes), sizes, dtype, device)
 
@@ -176,9 +168,7 @@ def check_linear_kernel(
     kernel: LinearKernel, sizes: LinearAttention, dtype: torch.dtype, device: torch.device
 ) -> float:
     """Return the largest relative error of `kernel`, with states before runs; waits for the device.
-
-    Raises:
-        UnsupportedFeatureError: it is above TOLERANCE; names what is wrong.
+    UnsupportedFeatureError: it is above TOLERANCE; names what is wrong.
     """
     if kernel is PORTABLE:
         return 0.0

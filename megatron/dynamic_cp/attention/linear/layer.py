@@ -97,11 +97,8 @@ class LinearLayer:
         return self.kernel.convolve(x_TC, self.weight_CK, self.bias_C, runs)
 
     def steps(self, x_TC: Tensor, rows: Tensor | None, gates: list[Tensor]) -> tuple[Steps, Tensor]:
-        """Return what tokens do to states, and their values before that, [T, heads, value size].
-
-        Args:
-            x_TC: convolved channels; rows: which of them are the tokens', None: all.
-            gates: [T, heads]: beta and decay, or dt.
+        """Return what tokens do to states, and their values before that, [T, heads, value size], of convolved channels
+        and gates [T, heads]: beta and decay, or dt. `rows` says which rows of the channels are the tokens', None: all.
         """
         num_keys = 2 * len(self.share.groups) * self.sizes.key_size
         keys, values = _Parted.apply(x_TC, rows, num_keys, self.decay_rate_H is None)

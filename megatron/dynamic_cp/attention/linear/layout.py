@@ -21,11 +21,7 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
 class LaneIndex(NamedTuple):
-    """Which lane of its bucket this one is; the bucket's lanes may be some of its process group.
-
-    Attributes:
-        num_lanes: of the bucket; lane: this one.
-    """
+    """Which `lane` of the `num_lanes` of its bucket this one is; the process group may have others besides."""
 
     num_lanes: int
     lane: int
@@ -64,12 +60,8 @@ class Halo(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """The runs of a lane through which no states pass, where it has linked ones, too.
-
-    Attributes:
-        linked_rows, rows: of the linked runs, and of these, int64.
-        runs: these.
-        in_order: where each row of the lane is once rows of linked runs come first, int64.
+    """The runs of a lane through which no states pass, where it has linked ones, too, and the rows of both, int64.
+    `in_order` says where each row of the lane is once rows of linked runs come first, int64.
     """
 
     linked_rows: Tensor
@@ -79,12 +71,8 @@ class Alone(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Runs that go on from those of the level before, on a lane that has all rows.
-
-    Attributes:
-        runs: they.
-        rows: theirs, int64.
-        previous: the run of the level before behind which each begins, int64; of the first level nothing.
+    """Runs that go on from those of the level before, on a lane that has all rows, and these rows, int64. `previous` is
+    the run of the level before behind which each begins, int64; of the first level it means nothing.
     """
 
     runs: Runs
@@ -112,13 +100,8 @@ class LinkedRuns(NamedTuple):
 
 
 class LaneRows:
-    """The rows that a lane computes, as runs; kept by a micro-batch's parameters, which it must not know.
-
-    Attributes:
-        table: the runs of all lanes.
-        index: of this lane; None: it has all rows.
-        runs: those of this lane.
-        has_links: whether a run of any lane goes on from another one.
+    """The rows that a lane computes, as runs; kept by a micro-batch's parameters, which it must not know. `table` has
+    the runs of all lanes, `has_links` says whether any goes on from another; `index` is None on a lane with all rows.
     """
 
     def __init__(self, table: Stretches, index: LaneIndex | None, device: torch.device) -> None:
@@ -256,12 +239,8 @@ def lane_rows(params: DynamicPackedSeqParams, device: torch.device) -> LaneRows:
 
 
 class GatheredRows(NamedTuple):
-    """Rows of all lanes, lane after lane, and the same in the order of samples, int64.
-
-    Attributes:
-        rows: of a lane that has them in the order of samples.
-        in_order: for each token in the order of samples, its row.
-        by_lane: for each row, its token.
+    """`rows` of a lane that has those of all lanes in the order of samples; for each of its tokens, the row among those
+    of all lanes, lane after lane (`in_order`, int64), and for each such row its token (`by_lane`).
     """
 
     rows: LaneRows

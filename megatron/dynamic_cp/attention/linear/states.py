@@ -191,11 +191,8 @@ class StateChain:
         return self._gathered(before), transitions
 
     def gradients(self, grad: Tensor, of_all: Tensor) -> Tensor:
-        """Return the gradient of the state behind each of them.
-
-        Args:
-            grad: of the state before each of them, from its own tokens alone.
-            of_all: what `states` returned for backward.
+        """Return the gradient of the state behind each of them, given that of the state before each, from its own
+        tokens alone, and what `states` returned for backward.
         """
         own = self._scattered(grad.flatten(2) if of_all.ndim == 3 else grad)
         before = composed_back(of_all, own, self._links)
@@ -221,12 +218,8 @@ class StateChain:
 
 
 class Summary(NamedTuple):
-    """What runs do to states: A and b in one tensor, so that both are sent and composed together.
-
-    Attributes:
-        together: [b | A]: of a delta rule [..., heads, key size, value size + key size], else [..., heads, key size *
-            value size + 1].
-        num_own: of its last dim those of b.
+    """What runs do to states: `together` is [b | A], so that both are sent and composed at once. With a delta rule it
+    is [..., heads, key size, value size + key size], else [..., heads, key size * value size + 1]; `num_own` are of b.
     """
 
     together: Tensor
@@ -244,13 +237,11 @@ class Summary(NamedTuple):
 
 
 def composed(summary: Summary, links: LinkedRuns) -> Tensor:
-    """Return the state behind each linked run; those that go on from none begin with zeros. Overwrites the summary.
+    """Return the state behind each linked run, given their summary [heads, linked, ...], which is overwritten; those
+    that go on from none begin with zeros.
 
     First runs with those right before them, then pairs with the pairs before them, and so on: launches are as many as
     the logarithm of the longest chain.
-
-    Args:
-        summary: of each, [heads, linked, ...].
     """
     together = summary.together
     for later, earlier, _ in links.jumps:
@@ -262,10 +253,8 @@ def composed(summary: Summary, links: LinkedRuns) -> Tensor:
 
 
 def composed_back(transitions: Tensor, grad: Tensor, links: LinkedRuns) -> Tensor:
-    """Return the gradient of the state before each linked run: its own, and those of runs that go on from it.
-
-    Args:
-        transitions, grad: of each, [heads, linked, ...]; the gradient is overwritten.
+    """Return the gradient of the state before each linked run: its own, and those of runs that go on from it. Both are
+    [heads, linked, ...]; the gradient is overwritten.
     """
     for number, (later, earlier, before) in enumerate(links.jumps, start=1):
         way = transposed(transitions.index_select(1, before))
