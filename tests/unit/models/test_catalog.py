@@ -19,8 +19,8 @@ DATA = CASES.parents[1] / "dynamic_cp" / "data"
 
 
 def test_every_number_of_every_hardware_has_a_source():
-    known = {"a100-40gb", "a100-80gb", "cpu", "h100", "h100-local", "h200", "h200-local"}
-    assert set(catalog.hardware_names()) == known
+    gpus = "a100-40gb a100-80gb b200 cpu gb200 gb300 h100 h100-local h200 h200-local"
+    assert set(catalog.hardware_names()) == set(gpus.split())
     coefficients = {field.name for field in fields(Hardware)} - {"name", "source"}
     for name in catalog.hardware_names():
         hardware = catalog.load_hardware(name)
@@ -466,7 +466,7 @@ def test_deepseek_v3_has_latents_and_experts(tmp_path):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    says = r"'h1000' is none .*did you mean .*: use a100-40gb, a100-80gb, cpu, h100, h100-local, h200, h200-local"
+    says = r"'h1000' is none .*did you mean .*: use a100-40gb, a100-80gb, b200, cpu, gb200, gb300, h100, h100-local"
     with pytest.raises(InvalidInputError, match=says):
         catalog.load_hardware("h1000")
     with pytest.raises(InvalidInputError, match="llama-2-13b, llama-2-70b, llama-2-7b, llama-3-70b, llama-3-8b"):
