@@ -144,8 +144,7 @@ def _drawn(batch: BatchInput, samples: int | None) -> tuple[list[int], bool]:
         if samples is not None and samples > MAX_SAMPLES:
             raise InvalidInputError(f"--samples is {samples}, at most {MAX_SAMPLES} can be drawn: change it")
         batch = replace(batch, global_batch_size=samples or DEFAULT_SAMPLES)
-    (drawn,) = batch.draw()
-    return [sample.seqlen for sample in drawn], batch.global_batch_size is not None
+    return [sample.seqlen for drawn in batch.draw() for sample in drawn], batch.global_batch_size is not None
 
 
 def _write(output: str, values: list[int]) -> None:

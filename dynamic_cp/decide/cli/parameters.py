@@ -137,13 +137,13 @@ class BatchInput:
         return None if self.is_file or self.global_batch_size is None else DEFAULT_MAX_SEQLEN
 
     def draw(self, default_batches: int = 1) -> tuple[tuple[Sample, ...], ...]:
-        """Return the global batches: one of all of a file, or as many as asked for, drawn from it or a workload.
+        """Return the global batches: those that a file marks, or as many as asked for, drawn from it or a workload.
 
         Raises:
             DynamicCPError: unknown name, unreadable file, numbers out of range.
         """
+        from dynamic_cp.decide.given_batches import read_batches
         from dynamic_cp.decide.workloads import draw_lengths, workload_source
-        from dynamic_cp.lengths.read import read_length_array
 
         name, num_samples = self.lengths, self.global_batch_size
         if num_samples is None:
@@ -156,10 +156,15 @@ class BatchInput:
             for flag in ("batches", "seed", "max_seqlen", "overlong"):
                 if getattr(self, flag) is not None:
                     raise InvalidInputError(
-                        f"--{flag.replace('_', '-')} is about drawing a batch, but all of {name} is one batch: "
-                        f"give {self.size_flag}, or leave it out"
+                        f"--{flag.replace('_', '-')} is about drawing a batch, but all of {name} is taken as it "
+                        f"is: give {self.size_flag}, or leave it out"
                     )
-            return self._batches([(read_length_array(name) if self.known is None else self.known).tolist()])
+            given = read_batches(name) if self.known is None else (self.known,)
+            if len(given) > MAX_BATCHES:
+                raise InvalidInputError(
+                    f"{name} holds {len(given)} global batches, 1 to {MAX_BATCHES} can be compared: give fewer"
+                )
+            return self._batches([one.tolist() for one in given])
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise InvalidInputError(
                 f"--global-batch-size is {num_samples}, 1 to {MAX_SAMPLES} samples can be planned at once: change it"
@@ -173,6 +178,20 @@ class BatchInput:
                 for index in range(num_batches)
             ]
         )
+
+    def draw_one(self) -> tuple[Sample, ...]:
+        """Return the only global batch.
+
+        Raises:
+            DynamicCPError: as `draw`, or a file of several.
+        """
+        first, *others = self.draw()
+        if others:
+            raise InvalidInputError(
+                f"{self.lengths} holds {len(others) + 1} global batches, and 1 is planned: compare all with simulate "
+                "or sweep, give a file of one, or draw one with --global-batch-size"
+            )
+        return first
 
     def _batches(self, batches: Sequence[Sequence[int]]) -> tuple[tuple[Sample, ...], ...]:
         """Return the samples of each batch of lengths, with the masks that --mask gives them."""
@@ -233,8 +252,9 @@ def batch_options(
 ) -> Callable[[_Command], _Command]:
     """Add the options that say which global batches there are; default_batches: of a command that takes several."""
     lengths = option(
-        f"File of lengths ({KINDS}), which is one global batch unless --global-batch-size draws from it, or - for "
-        "stdin; a bundled workload to draw from (`dynamic-cp lengths` lists them); or lognormal:mean=..,sigma=..",
+        f"File of lengths ({KINDS}), or - for stdin: one global batch, or several between blank lines or by a column "
+        "named batch, unless --global-batch-size draws from it; a bundled workload to draw from (`dynamic-cp lengths` "
+        "lists them); or lognormal:mean=..,sigma=..",
         LENGTHS,
         required=required,
     )

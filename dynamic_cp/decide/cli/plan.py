@@ -108,7 +108,7 @@ def _plan(
     from dynamic_cp.pricing.cost_model import CostModel
     from dynamic_cp.search.plan_in_memory import options_in_memory, plan_in_memory
 
-    (samples,) = batches = batch.draw()
+    samples = batch.draw_one()
     model, hardware = job.model_shape, job.hardware_values
     why = f"stages of {in_words(model.pipeline_layers)}" if model.pipeline_layers and job.pp else ""
     if job.gpus is None:
@@ -116,7 +116,7 @@ def _plan(
         if policy in STATIC_POLICIES:
             options = replace(options, max_cp_size=None)
     else:
-        shared = job.sweep_job(batch, batches)
+        shared = job.sweep_job(batch, (samples,))
         found = searched(job.space, shared, (policy,), steps)
         setting = found.best[policy].setting
         model = replace(model, pipeline_layers=setting.pipeline_layers)
@@ -133,7 +133,7 @@ def _plan(
         data_parallel=job.data_parallel,
     )
     if limit_from_memory and policy == "dynamic" and options.pool == "off":
-        problem, limit_from_memory = replace(problem, options=options_in_memory(problem, batches)), False
+        problem, limit_from_memory = replace(problem, options=options_in_memory(problem, (samples,))), False
     planned, memory = plan_in_memory(samples, problem, limit_from_memory=limit_from_memory)
     options = replace(problem.options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)
     steps(2, 3, "lower bound" if bound else "figures")
