@@ -22,13 +22,13 @@ from dynamic_cp.types import (
 
 if TYPE_CHECKING:  # type checkers read these; at run time `__getattr__` imports them
     from dynamic_cp.decide.bounds import lower_bound
+    from dynamic_cp.decide.plan_arrays import PlanArrays, plan_lengths
     from dynamic_cp.memory.memory_model import MemoryModel
     from dynamic_cp.models.catalog import load_hardware, load_model
     from dynamic_cp.pipeline.simulator import simulate
     from dynamic_cp.plans.serialize import format_plan
     from dynamic_cp.plans.validate import check_plan
     from dynamic_cp.pricing.cost_model import CostModel
-    from dynamic_cp.search.plan_arrays import PlanArrays, plan_lengths
     from dynamic_cp.search.search import plan_global_batch
 
 __all__ = [
@@ -43,14 +43,14 @@ _moved.install()
 _AT_FIRST_USE = {
     "CostModel": "dynamic_cp.pricing.cost_model",
     "MemoryModel": "dynamic_cp.memory.memory_model",
-    "PlanArrays": "dynamic_cp.search.plan_arrays",
+    "PlanArrays": "dynamic_cp.decide.plan_arrays",
     "check_plan": "dynamic_cp.plans.validate",
     "format_plan": "dynamic_cp.plans.serialize",
     "load_hardware": "dynamic_cp.models.catalog",
     "load_model": "dynamic_cp.models.catalog",
     "lower_bound": "dynamic_cp.decide.bounds",
     "plan_global_batch": "dynamic_cp.search.search",
-    "plan_lengths": "dynamic_cp.search.plan_arrays",
+    "plan_lengths": "dynamic_cp.decide.plan_arrays",
     "simulate": "dynamic_cp.pipeline.simulator",
 }
 """Name -> module; the same as in the block for type checkers."""

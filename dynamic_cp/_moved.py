@@ -19,6 +19,8 @@ MOVED = {
     **{f"megatron.dynamic_cp.{name}": f"megatron.integrations.{name}" for name in _INTEGRATIONS},
     "dynamic_cp.lengths.distribution": "dynamic_cp.decide.distribution",
     "dynamic_cp.lengths.workloads": "dynamic_cp.decide.workloads",
+    "dynamic_cp.search.plan_arrays": "dynamic_cp.decide.plan_arrays",
+    "dynamic_cp.search.plan_in_memory": "dynamic_cp.decide.plan_in_memory",
     "megatron.dynamic_cp.calibration": "megatron.decide.calibration",
     "megatron.dynamic_cp.data.turns": "megatron.integrations.turns",
     "megatron.dynamic_cp.doctor": "megatron.decide.doctor",

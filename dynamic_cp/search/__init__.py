@@ -2,8 +2,7 @@
 
 Read in this order: `candidates` (packings of a batch, the fastest first), `states` (which buckets pass on states of
 linear attention), `placed` (micro-batches whose attention is placed), `search` (resolves what is allowed, packs,
-places, chooses), `plan_in_memory` (with a limit of tokens that memory holds), `plan_arrays` (for loops of any kind),
-`planner_process` (beside a training process).
+places, chooses), `planner_process` (beside a training process).
 """
 
 from typing import TYPE_CHECKING

@@ -12,10 +12,10 @@ from dynamic_cp.decide.cli.parameters import DEFAULT_POLICIES, JobInput
 from dynamic_cp.decide.cli.simulate import command as simulate
 from dynamic_cp.decide.comparison import compare_policies
 from dynamic_cp.decide.comparison.job import SweepJob
+from dynamic_cp.decide.plan_arrays import _exchanges
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.table import flags_of
 from dynamic_cp.pool.prices import TaskOptions
-from dynamic_cp.search.plan_arrays import _exchanges
 from dynamic_cp.types import (
     AUTO,
     AUTO_ALONE,

@@ -33,7 +33,7 @@ LEAVES = (
     "dynamic_cp.decide", "dynamic_cp.pool", "megatron.decide", "megatron.dynamic_cp.pool", "megatron.integrations",
 )  # fmt: skip
 """Features beside the core, each in a folder of its own: nothing of the core imports one."""
-DOORS = {"dynamic_cp": "lower_bound, at its first use, for type checkers"}
+DOORS = {"dynamic_cp": "lower_bound and plan_lengths, at their first use, for type checkers"}
 """Module of the core -> why it names a leaf."""
 COMMANDS = {
     "megatron.dynamic_cp.run": "the documented command python -m megatron.dynamic_cp.run",

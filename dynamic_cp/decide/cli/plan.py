@@ -102,11 +102,11 @@ def _plan(
     batch: BatchInput, job: JobInput, policy: str, of_pool: dict[str, Any], bound: bool, steps: Progress
 ) -> tuple[PlannedBatch, dict[str, Any]]:
     # Imported here: the planner's compiled code takes longer to import than all the rest.
+    from dynamic_cp.decide.plan_in_memory import options_in_memory, plan_in_memory
     from dynamic_cp.plans.padding import padding_fraction
     from dynamic_cp.plans.serialize import digest
     from dynamic_cp.pricing.allowed import problem_of_prices
     from dynamic_cp.pricing.cost_model import CostModel
-    from dynamic_cp.search.plan_in_memory import options_in_memory, plan_in_memory
 
     samples = batch.draw_one()
     model, hardware = job.model_shape, job.hardware_values

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.convex import Linear
+from dynamic_cp.decide.plan_arrays import plan_lengths
 from dynamic_cp.decide.sent import sent_by_plan
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS
@@ -13,7 +14,6 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search.plan_arrays import plan_lengths
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import AUTO, CP_COMM_TYPES, ModelShape, Plan, Topology, exchanges_of
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, plan_of_buckets, problem_of, samples_of

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.decide.bounds import lower_bound
+from dynamic_cp.decide.plan_in_memory import plan_in_memory
 from dynamic_cp.decide.sent import sent_by_bucket
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.learning.observations import Observation, PricedObservations
@@ -22,7 +23,6 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.linear_prices import BACKWARD_OVER_FORWARD, StageLinearAttention, sent_states
 from dynamic_cp.pricing.stage import _linear_attention_of
 from dynamic_cp.pricing.work import batch_flops
-from dynamic_cp.search.plan_in_memory import plan_in_memory
 from dynamic_cp.search.search import plan_global_batch, plan_problem
 from dynamic_cp.types import (
     ACROSS_NODES,

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.decide.comparison import compare_policies
+from dynamic_cp.decide.plan_arrays import plan_lengths
 from dynamic_cp.errors import IllegalPlanError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.work import length_sums, plan_flops
-from dynamic_cp.search.plan_arrays import plan_lengths
 from dynamic_cp.search.planner_process import Request, answer
 from dynamic_cp.types import (
     CAUSAL,

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamic_cp import DynamicCPError, check_plan, load_hardware, load_model, plan_lengths, simulate
+from dynamic_cp.decide.plan_arrays import PlanArrays
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.pricing.allowed import allowed_cp_sizes
-from dynamic_cp.search.plan_arrays import PlanArrays
 from dynamic_cp.types import PlanOptions, Problem, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.decide.bounds import lower_bound, proof
+from dynamic_cp.decide.plan_arrays import plan_lengths
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search.plan_arrays import plan_lengths
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import CP_COMM_TYPES, LinearAttention, PlannedBatch, PlanOptions, Problem, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
