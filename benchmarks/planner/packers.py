@@ -14,6 +14,7 @@ from benchmarks.planner import experts, h100
 from benchmarks.planner.frozen import frozen_cases, frozen_problem, lengths_of
 from benchmarks.planner.problem import Problem
 from benchmarks.planner.report import Row, table
+from dynamic_cp.packing import lane_blocks, level
 from dynamic_cp.search import candidates
 from dynamic_cp.search.candidates import Search
 
@@ -24,12 +25,13 @@ def _nothing(*_args: Any, **_more: Any) -> Iterator[Any]:
 
 PACKERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nested": partial(mock.patch.object, candidates, "pack_nested", return_value=None),
-    "blocks": partial(mock.patch.object, candidates, "pack_blocks", _nothing),
-    "level": partial(mock.patch.object, candidates, "pack_level", _nothing),
+    "blocks": partial(mock.patch.object, lane_blocks, "pack_blocks", _nothing),
+    "level": partial(mock.patch.object, level, "pack_level", _nothing),
     "static": partial(mock.patch.object, Search, "_better_static", _nothing),
     "balanced": partial(mock.patch.object, Search, "_balanced", _nothing),
     "megatron-dev": partial(mock.patch.object, Search, "_megatron_dev", _nothing),
     "polish": partial(mock.patch.object, Search, "polished", _nothing),
+    "anneal": partial(mock.patch.object, Search, "annealed", _nothing),
     "shortened": partial(mock.patch.object, Search, "_shortened", _nothing),
 }
 """Packer or refinement -> change of the search that leaves it out."""

@@ -249,6 +249,14 @@ class CostModel:
         other.options = replace(self.options, search=search or self.options.search)
         return other
 
+    def held_to(self, k: int, capacity: int) -> CostModel:
+        """Return this model for plans whose buckets all have the CP size 2^k and hold `capacity` tokens."""
+        other = copy(self)
+        capacities = np.zeros_like(self.table.capacities)
+        capacities[k] = capacity
+        other.table = self.table._replace(capacities=capacities)
+        return other
+
     def row_of(self, cp_size: int, first_lane: int, cp_comm_type: str, inner_cp_size: int | None = None) -> int | None:
         """Return the row of the table that a bucket pays; None if the options do not have its exchange. inner_cp_size:
         None = the first, and largest, that the exchange has."""

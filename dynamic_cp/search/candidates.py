@@ -28,7 +28,7 @@ from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.allowed import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.table import linear_parts
+from dynamic_cp.pricing.table import linear_parts, prices_of
 from dynamic_cp.pricing.work import Lengths, densities_of
 from dynamic_cp.types import ModelShape, Sample
 
@@ -40,6 +40,18 @@ _NUM_POLISHED = 4
 _NUM_WALKS = {"fast": 6, "thorough": 32}
 _POLISH_STEPS = 2000
 _SMALL = 1000
+_WORTH = {"fast": 0.01, "thorough": 0.002}
+"""Without a pipeline, packings are annealed where work alone leaves room for a plan that is faster by this share."""
+_STEPS_FOR_A_SAMPLE, _FEWEST_STEPS, _MOST_STEPS = 20, 8000, 40_000
+"""Moves of a first walk."""
+_GAINED = 0.9995
+"""In a fast search a second walk follows where the first one gains as much."""
+_WALKS = {"fast": (2, 2), "thorough": (8, 8)}
+"""Walks at most, and how many times as long as the first one the others are."""
+_SHARES = {"fast": 0.05, "thorough": 0.4}
+"""Of the makespan: no more time than this is spent, at `_NS_OF_A_MOVE`, counted in moves."""
+_NS_OF_A_MOVE = 500
+_NUM_STARTS = 2
 
 
 class Candidate(NamedTuple):
@@ -119,7 +131,9 @@ class Search:
         """Return all candidates, the fastest first."""
         found = sorted(self.candidates(policy), key=lambda one: one.makespan_ns)
         if policy == "dynamic":
-            found = sorted([*found, *self.polished(found)], key=lambda one: one.makespan_ns)
+            found = sorted([*found, *self.improved(found)], key=lambda one: one.makespan_ns)
+            better = self._better_static(found[0].makespan_ns, improved=True)
+            found = sorted([*found, *better], key=lambda one: one.makespan_ns)
         return found
 
     def by_the_ring(self) -> Iterator[Candidate]:
@@ -135,14 +149,19 @@ class Search:
     def candidates(self, policy: str) -> Iterator[Candidate]:
         """Yield at least one candidate."""
         if policy == "dynamic":
-            found = [*self._dynamic(), *self._megatron_dev()]
+            found = [*self._dynamic()]
+            found += self._megatron_dev(min((one.makespan_ns for one in found), default=None))
             found += self._better_static(min(one.makespan_ns for one in found))
             yield from found
             yield from self._shortened(found)
         elif policy == "megatron-dev":
             yield from self._megatron_dev()
         else:
-            yield from self._static(self._static_cp_size(), policy)
+            cp_size = self._static_cp_size()
+            found = [*self._static(cp_size, policy)]
+            yield from found
+            if policy == "balanced":
+                yield from self._improved_static(cp_size, found)
 
     def _shortened(self, found: Sequence[Candidate]) -> Iterator[Candidate]:
         """Yield candidates without their micro-batches that are padding on every lane, if interleaving needs fewer."""
@@ -164,19 +183,21 @@ class Search:
         self.cost_model.cost(cp_size, 0, 1.0, 1.0)  # refuses a CP size that no allowed exchange can serve
         return cp_size
 
-    def _better_static(self, best_ns: int) -> Iterator[Candidate]:
-        """Yield the static packings of every CP size that could be faster than `best_ns`."""
+    def _better_static(self, best_ns: int, *, improved: bool = False) -> Iterator[Candidate]:
+        """Yield the static packings of every CP size that could be faster than `best_ns`, or these improved."""
+        may_improve = self.cost_model.topology.pp_size == 1 or self._may_be_small(1)
         for cp_size in allowed_cp_sizes(self.cost_model.topology, self.cost_model.options):
-            if self._may_be_static(cp_size) and best_ns > self._least_static_ns(cp_size.bit_length() - 1):
-                for one in self._static(cp_size, "dynamic", best_ns):
-                    yield one
-                    best_ns = min(best_ns, one.makespan_ns)
+            if not self._may_be_static(cp_size) or best_ns <= self._least_static_ns(cp_size.bit_length() - 1):
+                continue
+            if improved and not may_improve:
+                continue
+            found = [*self._static(cp_size, "dynamic", None if may_improve else best_ns)]
+            for one in self._improved_static(cp_size, found) if improved else found:
+                yield one
+                best_ns = min(best_ns, one.makespan_ns)
 
     def _static(self, cp_size: int, policy: str, best_ns: int | None = None) -> Iterator[Candidate]:
-        """Yield the packings of one CP size: next-fit, balanced, or for the dynamic policy both.
-
-        Those that cannot be faster than `best_ns` are left out.
-        """
+        """Yield the packings of one CP size below `best_ns`: next-fit, those of all packers, or if dynamic both."""
         topology = self.cost_model.topology
         k = cp_size.bit_length() - 1
         durations = self._static_durations(k)
@@ -187,9 +208,82 @@ class Search:
             yield from self._ordered(f"static cp={cp_size} m={next_fit.num_rows}", next_fit, ("as packed",), best_ns)
         if policy != "static":
             yield from self._balanced(durations, k, next_fit, best_ns)
-        if policy == "dynamic" and self.apart is not None:
-            apart = self.apart._replace(capacities=durations.capacities)
-            yield from self._balanced(apart, k, next_fit, best_ns, "balanced apart")
+            if self.apart is not None:
+                apart = self.apart._replace(capacities=durations.capacities)
+                yield from self._balanced(apart, k, next_fit, best_ns, "balanced apart")
+            found = [*self._held_to(cp_size)._dynamic(best_ns, is_static=True)]
+            found += self._shortened(found)
+            yield from (one._replace(name=f"cp={cp_size} {one.name}") for one in found)
+
+    def _held_to(self, cp_size: int) -> Search:
+        """Return the search of plans of one CP size."""
+        k = cp_size.bit_length() - 1
+        return Search(self.batch, self.cost_model.held_to(k, int(self._static_durations(k).capacities[k])))
+
+    def _improved_static(self, cp_size: int, found: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield improved packings of one CP size, next-fit apart: in all policies the same ones."""
+        ranking = sorted(found, key=lambda one: one.makespan_ns)
+        yield from self._held_to(cp_size).improved([one for one in ranking if not one.name.startswith("static")])
+
+    def improved(self, ranking: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield improved packings, from the best candidates with different numbers of rows; ranking: fastest first."""
+        topology = self.cost_model.topology
+        is_plain = topology.pp_size == 1 and topology.expert_lanes == 1
+        yield from self.annealed(ranking) if is_plain else self.polished(ranking)
+
+    def annealed(self, ranking: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield packings without a pipeline that annealing improves, where work alone leaves room for a faster one."""
+        effort = self.cost_model.options.search
+        (most_walks, times), best = _WALKS[effort], ranking[0]
+        steps_left = int(_SHARES[effort] * best.makespan_ns / _NS_OF_A_MOVE)
+        num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, _STEPS_FOR_A_SAMPLE * len(self.lengths.seqlens)))
+        best_of_rows = {one.packing.num_rows: one for one in reversed(ranking)}
+        for walk in range(most_walks):
+            num_steps = min(num_steps, steps_left)
+            steps_left -= num_steps
+            if num_steps == 0 or not self._has_room(best.makespan_ns * (1 - _WORTH[effort])):
+                return
+            from dynamic_cp.packing.anneal import anneal
+
+            starts = sorted(best_of_rows.values(), key=lambda one: one.makespan_ns)[:_NUM_STARTS]
+            start = starts[walk % len(starts)] if effort == "thorough" else best
+            packing = anneal(self.lengths, start.packing, self.cost_model, num_steps, walk)
+            found = self._judged(f"{start.name.removesuffix(' annealed')} annealed", packing)
+            best_of_rows[packing.num_rows] = min(
+                found, best_of_rows.get(packing.num_rows, found), key=lambda one: one.makespan_ns
+            )
+            if found.makespan_ns < best.makespan_ns:
+                yield found
+            if walk == 0:
+                num_steps *= times
+                if effort == "fast" and found.makespan_ns > _GAINED * best.makespan_ns:
+                    return
+            best = min(found, best, key=lambda one: one.makespan_ns)
+
+    def _has_room(self, limit_ns: float) -> bool:
+        """Return whether the least work of all samples, without a pipeline, fits into plans of `limit_ns`.
+
+        A sample has the ways in which its bucket alone fits, and its exchange hides.
+        """
+        table, topology = self.cost_model.table, self.cost_model.topology
+        tokens, squares = self.lengths.seqlens.astype(np.float64), self.lengths.squares
+        sizes = np.flatnonzero(self.durations.capacities).tolist()
+        first, end = table.first_option, table.end_option
+        of_size = {k: sorted({row for link in (0, 1) for row in range(first[k, link], end[k, link])}) for k in sizes}
+        floor_s = min(float(linear_parts(table.level_terms[rows]).sum(axis=1)[:, 0].min()) for rows in of_size.values())
+        least_s = np.full(len(tokens), np.inf)
+        for k, rows in of_size.items():
+            edges_s = table.slowest_s_per_token / (1 << k) * tokens
+            for row in rows:
+                alone_s = prices_of(table.level_terms[row], tokens[:, None], squares[:, None]).sum(axis=1) + edges_s
+                constant, per_token, per_token2 = linear_parts(table.level_terms[row]).sum(axis=0).tolist()
+                work_s = per_token * tokens + per_token2 * squares + edges_s
+                work_s = (1 << k) * (work_s + (constant - floor_s) / table.capacities[k] * tokens)
+                fits = (tokens <= table.capacities[k]) & (1e9 * alone_s <= limit_ns)
+                np.minimum(least_s, work_s, out=least_s, where=fits)
+        num_lanes = topology.num_lanes >> sizes[0] << sizes[0]
+        num_rows = fewest_rows(self.lengths.seqlens, self.durations, sizes[0], topology.num_lanes)
+        return bool(1e9 * (least_s.sum() / num_lanes + num_rows * floor_s) <= limit_ns)
 
     def polished(self, ranking: Sequence[Candidate]) -> Iterator[Candidate]:
         """Yield improved packings of a small batch, from the best candidates with different numbers of rows."""
@@ -212,11 +306,15 @@ class Search:
 
     def _is_small(self, packing: Packing) -> bool:
         """Return whether a step of polishing costs a microsecond or two, so that thousands are worth it."""
+        return self._may_be_small(num_microbatches_of(packing, self.cost_model))
+
+    def _may_be_small(self, num_microbatches: int) -> bool:
         topology = self.cost_model.topology
-        operations = 2 * topology.pp_size * topology.vp_size * num_microbatches_of(packing, self.cost_model)
+        operations = 2 * topology.pp_size * topology.vp_size * num_microbatches
         return operations * topology.num_lanes + 8 * len(self.lengths.seqlens) <= _SMALL
 
-    def _dynamic(self) -> Iterator[Candidate]:
+    def _dynamic(self, best_ns: int | None = None, *, is_static: bool = False) -> Iterator[Candidate]:
+        """Yield what packers make of the allowed CP sizes (is_static: of one), below `best_ns` with a pipeline."""
         topology = self.cost_model.topology
         base = int(np.flatnonzero(self.durations.capacities)[0])
         fewest = fewest_rows(self.lengths.seqlens, self.durations, base, topology.num_lanes)
@@ -232,11 +330,12 @@ class Search:
                 for name, packing in pack_level(self.lengths, self.cost_model, base, fewest):
                     yield self._judged(name, packing)
         else:
-            from dynamic_cp.packing.lane_blocks import EFFORTS, pack_blocks
+            from dynamic_cp.packing.lane_blocks import EFFORTS, OF_ONE_SIZE, pack_blocks
 
             counts = sorted({ceil(factor * fewest) for factor in _PIPELINE_NESTED_SWEEP})
-            for effort in EFFORTS[self.cost_model.options.search]:
-                for packed in pack_blocks(self.lengths, self.cost_model, fewest, effort):
+            limit_ns = np.inf if best_ns is None else best_ns
+            for effort in (OF_ONE_SIZE,) if is_static else EFFORTS[self.cost_model.options.search]:
+                for packed in pack_blocks(self.lengths, self.cost_model, fewest, effort, limit_ns):
                     yield Candidate(packed.makespan_ns, packed.name, packed.packing, self.cost_model)
         found = []
         for num_rows in counts:
@@ -247,16 +346,17 @@ class Search:
         if topology.pp_size == 1:
             found = sorted(found, key=lambda one: one[0])[:_NUM_NESTED_JUDGED]
         for _, packing in found:
-            yield from self._ordered(f"nested m={packing.num_rows}", packing, ("pyramid",))
+            yield from self._ordered(f"nested m={packing.num_rows}", packing, ("pyramid",), best_ns)
 
-    def _megatron_dev(self) -> Iterator[Candidate]:
+    def _megatron_dev(self, best_ns: int | None = None) -> Iterator[Candidate]:
         topology, limit = self.cost_model.topology, self.cost_model.options.max_tokens_per_rank
         for divisor in _MEGATRON_DEV_LIMITS:
             packing = pack_megatron_dev(
                 self.lengths.seqlens, self.cost_model.table, topology.num_lanes, max(1, limit // divisor),
                 topology.num_microbatches_multiple,
             )  # fmt: skip
-            yield from self._ordered(f"megatron-dev limit={limit // divisor} m={packing.num_rows}", packing)
+            name = f"megatron-dev limit={limit // divisor} m={packing.num_rows}"
+            yield from self._ordered(name, packing, best_ns=best_ns if topology.pp_size > 1 else None)
 
     def _balanced(
         self, durations: Durations, k: int, next_fit: Packing, best_ns: int | None = None, name: str = "balanced"

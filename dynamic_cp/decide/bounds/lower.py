@@ -33,7 +33,7 @@ from dynamic_cp.types import Sample, Topology
 
 Effort = Literal["quick", "report", "exhaustive"]
 
-_SHARPEN_UP_TO, _SHARPEN_PIPELINED = 1.3, 1.05
+_SHARPEN_UP_TO, _SHARPEN_PIPELINED = 1.3, 1.6
 _SHARPEN_STEPS = 8
 _MIN_GAIN = 1.0005
 _FEW_MICROBATCHES, _MOST_MICROBATCHES = 8, 512
@@ -348,15 +348,13 @@ def _sweep(
 
 
 def _sharpened(batch: _Batch, bound: LowerBound, effort: Effort) -> LowerBound:
-    """Return `bound`, or a larger one where otherwise samples would have to run in ways that take longer alone."""
+    """Return `bound`, or a larger one where otherwise samples would have to run in ways that take longer alone.
+
+    Bisects for the largest x that the bound without ways of more than x seconds reaches. With a pipeline quick sweeps
+    look for it, and one of `effort` says what holds there.
+    """
     if batch.topology.pp_size > 1:
-        if effort == "quick":
-            return bound
-        limit_s = bound.seconds * _SHARPEN_PIPELINED
-        ways = _faster_than(batch, limit_s)
-        if _work_s(batch, ways, 1) < _work_s(batch, batch.ways, 1) * _MIN_GAIN:
-            return bound
-        return _larger(bound, _bound(batch, ways, effort), limit_s)
+        return bound if effort == "quick" else _sharpened_pipelined(batch, bound, effort)
     low_s, high_s = bound.seconds, bound.seconds * _SHARPEN_UP_TO
     limit_s = low_s * _MIN_GAIN
     for _ in range(_SHARPEN_STEPS):
@@ -370,6 +368,21 @@ def _sharpened(batch: _Batch, bound: LowerBound, effort: Effort) -> LowerBound:
             high_s = limit_s
         limit_s = 0.5 * (low_s + high_s)
     return bound
+
+
+def _sharpened_pipelined(batch: _Batch, bound: LowerBound, effort: Effort) -> LowerBound:
+    """Return `_sharpened` with a pipeline."""
+    free_s = _work_s(batch, batch.ways, 1)
+    limit_s, low_s, high_s = bound.seconds * _MIN_GAIN, bound.seconds, bound.seconds * _SHARPEN_PIPELINED
+    for _ in range(_SHARPEN_STEPS):
+        ways = _faster_than(batch, limit_s)
+        # Where all samples keep their cheapest ways the bound stays what it was.
+        reaches = _work_s(batch, ways, 1) >= free_s * _MIN_GAIN and _bound(batch, ways, "quick").seconds >= limit_s
+        if not reaches and low_s == bound.seconds and limit_s == low_s * _MIN_GAIN:
+            return bound
+        low_s, high_s = (limit_s, high_s) if reaches else (low_s, limit_s)
+        limit_s = 0.5 * (low_s + high_s)
+    return _larger(bound, _bound(batch, _faster_than(batch, low_s), effort), low_s)
 
 
 def _faster_than(batch: _Batch, limit_s: float) -> Ways:
