@@ -8,6 +8,6 @@ Read in this order:
 - an exact price for a packing, orders of its rows, and the plan of it: `judge`
 - with a pipeline: `profile` (how long rows last), `lane_blocks` (all together)
 - rows of even work, where lanes share experts, and of whole samples for placed attention and the pool: `level`
-- afterwards: `polish` by simulated annealing
+- afterwards, simulated annealing: `anneal` without a pipeline, `polish` of small batches
 - what others do: `static`, `megatron_dev`
 """
