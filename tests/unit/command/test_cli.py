@@ -53,7 +53,7 @@ def test_plan_prints_the_plan_and_figures_with_units(lengths, capsys, monkeypatc
 
 def test_plan_with_experts(lengths, capsys):
     """Lanes that share experts: the topology says so, more imbalance takes longer, less memory holds the experts."""
-    hosts = "--set host_expert_forward=0s --set host_expert_forward=0s --set host_expert_backward=0s"
+    hosts = "--set host_expert_forward=0s --set host_expert_backward=0s"
     job = f"--model mixtral-8x7b --hardware h100 --set hbm=2TB {hosts}"
     words = [*plan_arguments(lengths)[1:], *job.split()]
     alone, shared, uneven = (
