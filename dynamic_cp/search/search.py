@@ -238,22 +238,22 @@ def _choose(
             "exchanges (--cp-comm-type auto)",
             max_tokens_per_rank=limit,
         )
-    micro_batches, reason, grid = packed.micro_batches, packed.reason, packed.grid
-    if placed is not None and (resolved.is_guess or placed.makespan_ns < packed.makespan_ns):
-        others = "others were not allowed" if resolved.is_guess else f"without placed attention {reason}"
-        reason = f"{placed.name}: {placed.makespan_ns / 1e9:.6f} s; {others}"
-        micro_batches, grid = placed.micro_batches, None
-    plan = Plan(
-        topology=problem.topology, max_tokens_per_rank=limit, micro_batches=micro_batches, policy=problem.policy
-    )
-    check_plan(plan, batch.samples)
-    timeline = simulate(plan, prices, grid=grid)
-    return PlannedBatch(
-        plan=plan,
-        predicted_s=timeline.iteration_s,
-        predicted_busy_s=timeline.lane_busy_s,
-        reason=reason,
-    )
+    found = [] if resolved.is_guess else [(packed.micro_batches, packed.reason, packed.grid)]
+    if placed is not None:
+        others = "others were not allowed" if resolved.is_guess else f"without placed attention {packed.reason}"
+        found.append((placed.micro_batches, f"{placed.name}: {placed.makespan_ns / 1e9:.6f} s; {others}", None))
+    planned: list[PlannedBatch] = []
+    for micro_batches, reason, grid in found:
+        plan = Plan(
+            topology=problem.topology, max_tokens_per_rank=limit, micro_batches=micro_batches, policy=problem.policy
+        )
+        check_plan(plan, batch.samples)
+        timeline = simulate(plan, prices, grid=grid)
+        busy_s = timeline.lane_busy_s
+        planned.append(
+            PlannedBatch(plan=plan, predicted_s=timeline.iteration_s, predicted_busy_s=busy_s, reason=reason)
+        )
+    return min(planned, key=lambda one: one.predicted_s)  # what is exposed of the reduction differs, too
 
 
 def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions, *, places: bool) -> None:

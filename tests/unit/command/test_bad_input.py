@@ -130,7 +130,7 @@ CASES = {
         (["--samples", "5", "--seed", "-3"], "error: --seed is -3"),
         (["--samples", "5", "--max-seqlen", "0"], "error: --max-seqlen is 0"),
         (["--seed", "3"], "--seed is about drawing a batch"),
-        (["--max-seqlen", "100"], "one batch: give --samples, or leave it out"),
+        (["--max-seqlen", "100"], "is taken as it is: give --samples, or leave it out"),
         (["--output", "x.txt", "--json", "./x.txt"], "--output and --json are both ./x.txt: give each its own place"),
         (["numbers"], "numbers has no ending that says what it is: give a .npy"),
         (["loop"], "cannot read loop: Too many levels of symbolic links"),

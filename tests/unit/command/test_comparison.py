@@ -466,7 +466,7 @@ def test_the_drawn_pipeline_is_as_long_as_the_command_says(tmp_path, monkeypatch
 
 def test_plan_and_simulate_give_one_job_the_same_seconds_at_the_edge_of_memory(tmp_path, capsys):
     """Both leave out CP sizes whose communicators take memory from tokens, and say which."""
-    lengths = [24000, *np.random.default_rng(0).integers(200, 6000, 63)]
+    lengths = [25000, *np.random.default_rng(0).integers(200, 6000, 63)]
     (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
     found = {}
     for command, more in (("plan", []), ("simulate", ["--policy", "dynamic"])):

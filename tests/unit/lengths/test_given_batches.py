@@ -70,8 +70,7 @@ def test_policies_are_compared_on_the_batches_of_a_file(tmp_path, monkeypatch, c
     job = ["--lengths", "rollouts.txt", "--lanes", "4", "--tp", "2", "--model", "llama-3-8b"]
     assert cli.main(["simulate", *job, "--policy", "dynamic,balanced", "--json", "out.json"]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
-    dynamic = next(one for one in found["policies"] if one["policy"] == "dynamic")
-    assert len(dynamic["batches"]) == 3
+    assert len(found["policies"]["dynamic"]["batches"]) == 3
     assert cli.main(["plan", *job]) == 2
     assert "holds 3 global batches, and 1 is planned" in capsys.readouterr().err
     assert cli.main(["lengths", "rollouts.txt", "--json", "all.json"]) == 0

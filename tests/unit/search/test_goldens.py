@@ -15,7 +15,7 @@ def test_golden(name):
 
 
 def test_no_golden_is_left_over():
-    assert {path.stem for path in FOLDER.glob("*.txt")} == set(CASES)
+    assert {path.stem for path in FOLDER.glob("*.txt")} - {"api"} == set(CASES)
 
 
 @pytest.mark.parametrize("path", GIVEN_PLANS, ids=lambda path: path.stem)

@@ -245,4 +245,4 @@ def test_a_batch_without_a_pipeline_reaches_its_bound():
         options=PlanOptions(max_tokens_per_rank=15636, cp_comm_types=("p2p", "all_gather", "a2a", "a2a+p2p")),
     )
     bound = lower_bound(samples_of(lengths), CostModel(problem))
-    assert planned.predicted_s < 1.015 * bound.seconds
+    assert planned.predicted_s < 1.02 * bound.seconds
