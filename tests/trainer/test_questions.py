@@ -73,7 +73,7 @@ def num_learned(line):
 def files(request, tmp_path_factory):
     """The same responses or branches: together, and each with a prompt of its own; learned tokens; some CP sizes."""
     folder = tmp_path_factory.mktemp(request.param)
-    lines = made_lines(4) if request.param == "questions" else made_trees()
+    lines = made_lines(1, 12) if request.param == "questions" else made_trees()
     alone = [*apart(lines)]
     together, pairs = write(folder / "together.jsonl", lines), write(folder / "apart.jsonl", alone)
     return (
