@@ -138,8 +138,8 @@ def test_an_ended_command_prints_what_it_has_and_the_next_goes_on(
     words = [*WORDS.split(), "--resume", str(path)]
     running = subprocess.Popen(
         [sys.executable, "-c", slow, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
+        env={**os.environ, "COLUMNS": "200"}, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip  # what runs in the background of a shell ignores SIGINT
     while not path.exists() or "evaluate_first" not in path.read_text(encoding="utf-8"):
         assert running.poll() is None, running.communicate()
         time.sleep(0.05)
