@@ -126,6 +126,8 @@ class Search:
         self.durations: Durations = durations_of(cost_model.table, num_lanes)
         # Where lanes share experts, level is also what is level without them.
         self.apart = apart_durations_of(cost_model.table, num_lanes) if cost_model.topology.expert_lanes > 1 else None
+        self._held: dict[int, Search] = {}  # by CP size
+        self._of_static: dict[int, list[Candidate]] = {}
 
     def ranking(self, policy: str) -> list[Candidate]:
         """Return all candidates, the fastest first."""
@@ -186,12 +188,15 @@ class Search:
     def _better_static(self, best_ns: int, *, improved: bool = False) -> Iterator[Candidate]:
         """Yield the static packings of every CP size that could be faster than `best_ns`, or these improved."""
         may_improve = self.cost_model.topology.pp_size == 1 or self._may_be_small(1)
+        if improved and not may_improve:
+            return
         for cp_size in allowed_cp_sizes(self.cost_model.topology, self.cost_model.options):
             if not self._may_be_static(cp_size) or best_ns <= self._least_static_ns(cp_size.bit_length() - 1):
                 continue
-            if improved and not may_improve:
-                continue
-            found = [*self._static(cp_size, "dynamic", None if may_improve else best_ns)]
+            if cp_size not in self._of_static:
+                limit_ns = None if may_improve else best_ns
+                self._of_static[cp_size] = [*self._static(cp_size, "dynamic", limit_ns)]
+            found = self._of_static[cp_size]
             for one in self._improved_static(cp_size, found) if improved else found:
                 yield one
                 best_ns = min(best_ns, one.makespan_ns)
@@ -217,8 +222,11 @@ class Search:
 
     def _held_to(self, cp_size: int) -> Search:
         """Return the search of plans of one CP size."""
-        k = cp_size.bit_length() - 1
-        return Search(self.batch, self.cost_model.held_to(k, int(self._static_durations(k).capacities[k])))
+        if cp_size not in self._held:
+            k = cp_size.bit_length() - 1
+            capacity = int(self._static_durations(k).capacities[k])
+            self._held[cp_size] = Search(self.batch, self.cost_model.held_to(k, capacity))
+        return self._held[cp_size]
 
     def _improved_static(self, cp_size: int, found: Sequence[Candidate]) -> Iterator[Candidate]:
         """Yield improved packings of one CP size, next-fit apart: in all policies the same ones."""
