@@ -317,6 +317,23 @@ def test_a_first_day_goes_through_and_goes_on(
     assert [line.split()[0] for line in lines if line.endswith(", before")] == list(PARTS)
 
 
+def _exchanges(folder: Path) -> tuple[int, Any]:
+    from megatron.decide.calibration import attention
+
+    (folder / "model.json").write_text(json.dumps(DENSE))
+    words = ["exchanges", "--model", str(folder / "model.json"), "--output", str(folder / "rows.json")]
+    sys.argv[1:] = [*words, "--device", "cpu"]
+    return attention.main(), json.loads((folder / "rows.json").read_text())
+
+
+def test_attention_of_local_layers_is_compared_with_each_exchange(tmp_path: Path) -> None:
+    for status, rows in run_ranks(2, _exchanges, tmp_path):
+        assert status == 0
+        assert {row["what"] for row in rows} == {"local layers"}
+        assert {"with p2p over 2 lanes", "with all_gather over 2 lanes"} <= {row["where"] for row in rows}
+        assert max(row["error"] for row in rows) < 1e-6
+
+
 def _compare_wrongly(folder: Path) -> tuple[int, Any]:
     from megatron.decide.calibration import attention
     from megatron.dynamic_cp.groups.attention_check import NAMES, Compared
@@ -325,10 +342,7 @@ def _compare_wrongly(folder: Path) -> tuple[int, Any]:
         yield Compared("p2p", 2, dict.fromkeys(NAMES, math.nan), 0.02)
 
     attention.compare_attention = wrong
-    (folder / "model.json").write_text(json.dumps(DENSE))
-    words = ["exchanges", "--model", str(folder / "model.json"), "--output", str(folder / "rows.json")]
-    sys.argv[1:] = [*words, "--device", "cpu"]
-    return attention.main(), json.loads((folder / "rows.json").read_text())
+    return _exchanges(folder)
 
 
 def test_attention_that_is_wrong_is_told_and_written_down(tmp_path: Path) -> None:

@@ -113,8 +113,7 @@ def compare_attention(
                 label=f"start-up (check of attention, {possible.cp_comm_type} over {size} lanes)",
                 stats=ExchangeStats(),
             )
-            with releases.refusals_named(f"attention of {attention.implementation}"):
-                actual = _attend(attention, [x[rows] for x in inputs], params)
+            actual = _attend(attention, [x[rows] for x in inputs], params)
             errors = {
                 name: float((one.double() - other).norm() / other.norm())
                 for name, one, other in zip(NAMES, actual, expected, strict=True)
@@ -130,7 +129,8 @@ def _judge(
     attention: torch.nn.Module, groups: DynamicCPGroups, exchanges: Sequence[CpCommType], device: torch.device
 ) -> str:
     compared, worst, wrong = 0, 0.0, dict[str, str]()
-    for one in compare_attention(attention, groups, exchanges, device):
+    results = compare_attention(attention, groups, exchanges, device)
+    for one in releases.each_named(f"attention of {attention.implementation}", results):
         compared += 1
         worst = max(worst, *one.errors.values())
         for name, error in one.wrong.items():
