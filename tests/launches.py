@@ -4,7 +4,6 @@ An operator that makes or changes a tensor is a launch. It reads each element of
 read once, gathers read what they give) and writes each element of its outputs once.
 """
 
-from collections import Counter
 from typing import Any
 
 from torch import Tensor
@@ -18,13 +17,12 @@ class Launches(TorchDispatchMode):
     """Counts the operators of a `with` block.
 
     Attributes:
-        number: [operator] launches; bytes_moved: [operator] bytes read and written.
+        number: of launches; bytes_moved: bytes read and written.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.number: Counter[str] = Counter()
-        self.bytes_moved: Counter[str] = Counter()
+        self.number = self.bytes_moved = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -32,8 +30,8 @@ class Launches(TorchDispatchMode):
         outputs = _tensors(out)
         if not outputs or any(word in name for word in NO_LAUNCH) or _is_view(func, _tensors((args, kwargs)), outputs):
             return out
-        self.number[name] += 1
-        self.bytes_moved[name] += _moved(name, args, kwargs or {}, outputs)
+        self.number += 1
+        self.bytes_moved += _moved(name, args, kwargs or {}, outputs)
         return out
 
 

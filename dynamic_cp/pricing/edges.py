@@ -37,21 +37,21 @@ def edges_s_per_token(problem: Problem) -> tuple[float, float, float, float]:
     row_bytes = model.hidden_size * problem.options.element_bytes.activation
     collective_s = _collective_s(row_bytes, hardware, topology)
     # Read a row and write it; add a row of gradients to the table (read, add, write).
-    embedding_s = _memory_s(2 * row_bytes, hardware) + collective_s
+    embedding_s = memory_s(2 * row_bytes, hardware) + collective_s
     added_bytes = 2 * problem.data_parallel.state.gradient_bytes * model.hidden_size
-    embedding_back_s = _memory_s(row_bytes + added_bytes, hardware) + collective_s / 2
+    embedding_back_s = memory_s(row_bytes + added_bytes, hardware) + collective_s / 2
     logits = model.vocab_size / topology.tp_size
     gemm_s = 2 * model.hidden_size * logits / hardware.head_flops_per_s if hardware.head_flops_per_s else 0.0
-    head_s = gemm_s + _memory_s(LOSS_FORWARD_BYTES_PER_LOGIT * logits, hardware) + collective_s / 2
+    head_s = gemm_s + memory_s(LOSS_FORWARD_BYTES_PER_LOGIT * logits, hardware) + collective_s / 2
     head_back_s = (
         problem.linear_backward_over_forward * gemm_s
-        + _memory_s(LOSS_BACKWARD_BYTES_PER_LOGIT * logits, hardware)
+        + memory_s(LOSS_BACKWARD_BYTES_PER_LOGIT * logits, hardware)
         + collective_s
     )
     if chunk := problem.options.loss_chunk_tokens:
         # Logits and losses once more; each chunk writes and reads its gradient of the weights, and adds it to theirs.
         moved_bytes = 2 * (problem.options.element_bytes.weight + problem.data_parallel.state.gradient_bytes)
-        head_back_s += head_s + _memory_s(moved_bytes * model.hidden_size * logits / chunk, hardware)
+        head_back_s += head_s + memory_s(moved_bytes * model.hidden_size * logits / chunk, hardware)
     # The modules of multi-token prediction embed their tokens, and use the head, where the last stage does.
     modules = model.mtp_num_layers
     return (
@@ -89,7 +89,8 @@ def _collective_s(bytes_per_token: float, hardware: Hardware, topology: Topology
     return 2 * bytes_per_token * (tp_size - 1) / tp_size / bandwidth
 
 
-def _memory_s(moved_bytes: float, hardware: Hardware) -> float:
+def memory_s(moved_bytes: float, hardware: Hardware) -> float:
+    """Return the seconds of moving so many bytes through memory; 0 where its bandwidth is not known."""
     bandwidth = hardware.memory_bandwidth_bytes_per_s
     return moved_bytes / bandwidth if bandwidth else 0.0
 

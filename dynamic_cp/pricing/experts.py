@@ -31,6 +31,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dynamic_cp.mechanisms.transfers import lanes_in_one_node, links_of
+from dynamic_cp.pricing.edges import memory_s
 from dynamic_cp.types import ACROSS_NODES, Problem, Stage, Topology
 
 LAUNCH_SHARE = 0.25
@@ -60,15 +61,13 @@ class ExpertPrice(NamedTuple):
 
 def copying_s_per_token(stage: Stage, problem: Problem) -> float:
     """Return the seconds of bringing a token's copies into order on its lane, and what comes back into its place."""
-    bandwidth = problem.hardware.memory_bandwidth_bytes_per_s
-    return COPY_PASSES * _routed_bytes(stage, problem) / bandwidth if bandwidth else 0.0
+    return memory_s(COPY_PASSES * _routed_bytes(stage, problem), problem.hardware)
 
 
 def cast_s(channels: float, problem: Problem) -> float:
     """Return the seconds of casting so many channels of a token to FP8, in one direction; 0 in bf16."""
-    bandwidth = problem.hardware.memory_bandwidth_bytes_per_s
-    is_cast = problem.options.fp8 and bandwidth
-    return CAST_BYTES / 2 * channels / problem.topology.tp_size / bandwidth if is_cast else 0.0
+    moved_bytes = CAST_BYTES / 2 * channels / problem.topology.tp_size
+    return memory_s(moved_bytes, problem.hardware) if problem.options.fp8 else 0.0
 
 
 def expert_prices(stage: Stage, problem: Problem, recomputed_share: float = 1.0) -> tuple[ExpertPrice, ExpertPrice]:

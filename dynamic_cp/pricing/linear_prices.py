@@ -36,6 +36,7 @@ from dynamic_cp.convex import Linear
 from dynamic_cp.mechanisms.transfers import lanes_in_one_node
 from dynamic_cp.placement.sent import Sent
 from dynamic_cp.plans.stretches import Stretches
+from dynamic_cp.pricing.edges import memory_s
 from dynamic_cp.types import ACROSS_NODES, IN_NODE, Bucket, Hardware, LinearAttention, Problem, Stage
 from dynamic_cp.types.linear_attention import CHUNK_TOKENS, CHUNKS_PER_LANE
 
@@ -134,8 +135,7 @@ class StageLinearAttention:
         self._rate = core_flops_per_s(hardware)
         self._core_s = self._seconds(self.sizes.core_flops)
         self._summary_s = self._seconds(self.sizes.summary_flops)
-        bandwidth = hardware.memory_bandwidth_bytes_per_s
-        self._s_per_memory_byte = self.layers / bandwidth if bandwidth else 0.0
+        self._s_per_memory_byte = memory_s(self.layers, hardware)
         self._bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
 
     def alone(self) -> Both:

@@ -20,7 +20,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import require_at_least
 
 LinearKind = Literal["gated_delta_net", "mamba2"]
-LINEAR_KINDS: tuple[str, ...] = get_args(LinearKind)
+LINEAR_KINDS: tuple[LinearKind, ...] = get_args(LinearKind)
 
 StateExchange = Literal["heads", "states"]
 STATE_EXCHANGES: tuple[StateExchange, ...] = get_args(StateExchange)
@@ -139,10 +139,6 @@ class LinearAttention:
         """FLOPs per token that the summaries add where states are exchanged: the kernel runs once more. For a gated
         delta net it runs on values [v | 0], so that A comes out beside b."""
         return self._core_flops(self.value_size + self.key_size * self.has_delta_rule)
-
-    def composing_flops(self, num_lanes: int) -> int:
-        """Return a lane's FLOPs per sample where states are exchanged: composing all chunks for its heads."""
-        return CHUNKS_PER_LANE * self.carrying_flops(CHUNKS_PER_LANE * num_lanes)
 
     def carrying_flops(self, chain: int) -> int:
         """Return the FLOPs per run, all heads, of composing `chain` runs with transitions in log2(chain) steps."""

@@ -167,18 +167,10 @@ MOST = {
 
 def test_layers_start_no_more_and_move_no_more_than_they_did() -> None:
     for (kind, way, cp_size), most in MOST.items():
-        found = [(launches(one), moved(one) / 1e9) for one in counted(kind, way, cp_size)]
+        found = [(one.number, one.bytes_moved / 1e9) for one in counted(kind, way, cp_size)]
         for (number, gigabytes), (most_launches, most_gigabytes) in zip(found, most, strict=True):
             assert number <= most_launches, (kind, way, cp_size, found)
             assert 0.95 * most_gigabytes < gigabytes <= most_gigabytes, (kind, way, cp_size, found)
-
-
-def launches(one: Launches) -> int:
-    return sum(one.number.values())
-
-
-def moved(one: Launches) -> int:
-    return sum(one.bytes_moved.values())
 
 
 def priced(kind: str, way: StateExchange, cp_size: int, samples: int) -> list[float]:
@@ -209,7 +201,7 @@ def kernels(kind: str, way: StateExchange, cp_size: int, samples: int) -> tuple[
     half_chunks = CHUNKS_PER_LANE * CHUNK_TOKENS / 2 * samples / TOKENS * (way == "states" and cp_size > 1)
     if cp_size == 1 or way == "heads":
         return core + 2 * convolved, BACKWARD_OVER_FORWARD * core + 4 * convolved
-    composing = samples * sizes.composing_flops(cp_size) / rate
+    composing = samples * CHUNKS_PER_LANE * sizes.carrying_flops(CHUNKS_PER_LANE * cp_size) / rate
     forward, backward = core + again, 2 * BACKWARD_OVER_FORWARD * core
     return (
         forward * (1 + half_chunks) + 2 * convolved + composing,
@@ -223,7 +215,8 @@ def test_layers_are_priced_as_they_are_counted(samples: int) -> None:
     for kind, way, cp_size in CASES:
         of_kernels = kernels(kind, way, cp_size, samples)
         around = [
-            moved(one) / FREE_LINKS.memory_bandwidth_bytes_per_s for one in counted(kind, way, cp_size, samples=samples)
+            one.bytes_moved / FREE_LINKS.memory_bandwidth_bytes_per_s
+            for one in counted(kind, way, cp_size, samples=samples)
         ]
         for own, more, price in zip(of_kernels, around, priced(kind, way, cp_size, samples), strict=True):
             assert 0.9 < price / (own + more) < 1.1, (kind, way, cp_size, own, more, price)
