@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dynamic_cp.decide.doctor import Check, version_of
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import LinearAttention
-from dynamic_cp.types.linear_attention import LinearKind
+from dynamic_cp.types.linear_attention import LINEAR_KINDS, LinearKind
 from megatron.dynamic_cp.attention.te.support import NEWEST, release_of, untested
 from megatron.dynamic_cp.repairs import releases, triton_imports
 
@@ -124,7 +124,6 @@ TOGETHER = (
     Together("2.13", "3.7.1", "13"),
 )
 """Source: requirements of the wheels for Linux on PyPI, 2026-11-29."""
-_KINDS: tuple[LinearKind, ...] = ("gated_delta_net", "mamba2")
 _HOPPER = (9, 0)
 
 
@@ -134,8 +133,8 @@ def table_of_versions() -> list[str]:
 
     rows = ["| wheels of | Triton | CUDA | hybrids on Hopper |", "| --- | --- | --- | --- |"]
     for one in TOGETHER:
-        trained = [kind for kind in _KINDS if why_not_triton(one.triton, _HOPPER, _sizes(kind)) is None]
-        words = "yes" if len(trained) == len(_KINDS) else "no: Triton"
+        trained = [kind for kind in LINEAR_KINDS if why_not_triton(one.triton, _HOPPER, _sizes(kind)) is None]
+        words = "yes" if len(trained) == len(LINEAR_KINDS) else "no: Triton"
         rows.append(f"| torch {one.torch} | {one.triton} | {one.cuda} | {words} |")
     return rows
 
@@ -149,7 +148,7 @@ def hybrids() -> Check:
         from megatron.dynamic_cp.attention.linear.kernels import why_not
     except ImportError as error:
         return Check(name, "broken", f"cannot be imported: {error}", "pip install 'megatron-dynamic-cp[train]'")
-    for kind in _KINDS:
+    for kind in LINEAR_KINDS:
         if obstacle := why_not(torch.device("cuda", 0), _sizes(kind)):
             problem, _, remedy = obstacle.partition("; ") if "; " in obstacle else obstacle.partition(": ")
             return Check(name, "note", f"flash-linear-attention {problem}", remedy)

@@ -77,12 +77,12 @@ class LinearWarmUp:
         """
         sizes, normalize = self.sizes, choose_linear_kernel(self._device, self.sizes).normalize
         shares = (n * len(sizes.groups_of_lane(lane, n)) for n in range(1, num_lanes + 1) for lane in range(n))
+        tuners = [tuner for _, tuner in tuned_programs() if "NB" in tuner.keys]
         for number in range(1, -(-2 * max_tokens * max(shares) // ROWS_OF_A_BUCKET) + 1):
-            for _, tuner in tuned_programs():
-                if "NB" in tuner.keys:
-                    place = tuner.keys.index("NB")
-                    for key, config in list(tuner.cache.items()):
-                        tuner.cache.setdefault((*key[:place], number, *key[place + 1 :]), config)
+            for tuner in tuners:
+                place = tuner.keys.index("NB")
+                for key, config in list(tuner.cache.items()):
+                    tuner.cache.setdefault((*key[:place], number, *key[place + 1 :]), config)
             x = self._zeros(number * ROWS_OF_A_BUCKET, sizes.key_size)
             torch.autograd.grad(normalize(x), x, torch.ones_like(x))
 

@@ -267,7 +267,6 @@ class _Namer:
             "biases": not architecture["disable_bias_linear"],
             "biases of QKV": not architecture["disable_bias_linear"] or architecture["add_qkv_bias"],
             "norms of queries and keys": architecture["qk_layernorm"],
-            "a head of its own": not shape.share_embeddings_and_output_weights,
             "latent queries": shape.q_lora_rank > 0,
             "no latent queries": shape.q_lora_rank == 0,
             "shared experts": experts is not None and experts.shared_ffn_hidden_size > 0,

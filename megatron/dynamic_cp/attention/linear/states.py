@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.types import LinearAttention
-from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share, keeps_by_hooks
+from megatron.dynamic_cp.attention.linear.layer import LinearLayer, keeps_by_hooks
 from megatron.dynamic_cp.attention.linear.layout import Halo, LaneIndex, LaneRows, LinkedRuns, lane_rows
 from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps, applied, state_dtype, transposed
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected, LaneMessages, all_to_all_messages
@@ -142,11 +142,12 @@ class _Extended(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TC: Tensor, halo: Halo, params: DynamicPackedSeqParams | None) -> Tensor:
-        ctx.halo, ctx.params, ctx.num_rows = halo, params, len(x_TC)
+        ctx.halo, ctx.params = halo, params
         extended = x_TC.index_select(0, halo.extended)
         if params is not None:
             sent = x_TC.index_select(0, halo.sent)
-            received = _between_lanes_rows(sent, halo.num_sent, halo.num_received, params)
+            shapes = [(number, *sent.shape[1:]) for number in halo.num_received]
+            received = _of_lanes(sent, halo.num_sent, shapes, params)
             extended.index_copy_(0, halo.arrived, received)
         return extended
 
@@ -157,18 +158,19 @@ class _Extended(torch.autograd.Function):
         of_rows.index_add_(0, halo.copied_rows, grad.index_select(0, halo.copied))
         if ctx.params is not None:
             arrived = grad.index_select(0, halo.arrived)
-            returned = _between_lanes_rows(arrived, halo.num_received, halo.num_sent, ctx.params)
+            shapes = [(number, *arrived.shape[1:]) for number in halo.num_sent]
+            returned = _of_lanes(arrived, halo.num_received, shapes, ctx.params)
             of_rows.index_add_(0, halo.sent, returned)
         return of_rows, None, None
 
 
-def _between_lanes_rows(
-    rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], params: DynamicPackedSeqParams
+def _of_lanes(
+    x: Tensor, num_sent: Sequence[int], shapes: Sequence[tuple[int, ...]], params: DynamicPackedSeqParams, dim: int = 0
 ) -> Tensor:
-    """Return the rows that lanes send to this one, given its rows for each of them, lane after lane."""
-    messages = [[part] for part in rows.split([*num_sent])]
-    expected = [[Expected((number, *rows.shape[1:]), rows.dtype)] for number in num_received]
-    return torch.cat([part for (part,) in _between_lanes(messages, expected, params)])
+    """Return what lanes send to this one, joined along `dim`, given its rows for each of them, lane after lane."""
+    messages = [[part] for part in x.split([*num_sent])]
+    expected = [[Expected(shape, x.dtype)] for shape in shapes]
+    return torch.cat([part for (part,) in _between_lanes(messages, expected, params)], dim)
 
 
 class StateChain:
@@ -176,8 +178,8 @@ class StateChain:
 
     def __init__(self, sizes: LinearAttention, rows: LaneRows, params: DynamicPackedSeqParams) -> None:
         self._links, self._params, self._num_runs = rows.links, params, len(rows.linked.lengths)
-        self._num_lanes, self._lane = LaneIndex.of(params)
-        self._num_heads = [len(Share.of_lane(sizes, lane, self._num_lanes).heads) for lane in range(self._num_lanes)]
+        num_lanes, self._lane = LaneIndex.of(params)
+        self._num_heads = [len(sizes.heads_of_lane(lane, num_lanes)) for lane in range(num_lanes)]
 
     def states(self, summary: Summary) -> tuple[Tensor, Tensor]:
         """Return the state before each of this lane's linked runs, as the summary has b, and what backward needs: the
@@ -202,19 +204,16 @@ class StateChain:
 
     def _scattered(self, x: Tensor) -> Tensor:
         """Return [share of the heads, runs of all lanes, ...] of [runs of this lane, heads, ...]."""
-        messages = [[part] for part in x.transpose(0, 1).contiguous().split(self._num_heads)]
-        sizes = self._num_heads[self._lane], x.shape[2:]
-        expected = [[Expected((sizes[0], count, *sizes[1]), x.dtype)] for count in self._links.counts]
-        received = _between_lanes(messages, expected, self._params)
-        return torch.cat([part for (part,) in received], dim=1).index_select(1, self._links.in_order)
+        own = self._num_heads[self._lane]
+        shapes = [(own, count, *x.shape[2:]) for count in self._links.counts]
+        joined = _of_lanes(x.transpose(0, 1).contiguous(), self._num_heads, shapes, self._params, 1)
+        return joined.index_select(1, self._links.in_order)
 
     def _gathered(self, of_links: Tensor) -> Tensor:
         """Return [runs of this lane, heads, ...] of [share of the heads, runs of all lanes, ...]."""
         by_lane = of_links.transpose(0, 1).index_select(0, self._links.by_lane)
-        messages = [[part] for part in by_lane.split(self._links.counts)]
-        sizes, dtype = of_links.shape[2:], of_links.dtype
-        expected = [[Expected((self._num_runs, heads, *sizes), dtype)] for heads in self._num_heads]
-        return torch.cat([part for (part,) in _between_lanes(messages, expected, self._params)], dim=1)
+        shapes = [(self._num_runs, heads, *of_links.shape[2:]) for heads in self._num_heads]
+        return _of_lanes(by_lane, self._links.counts, shapes, self._params, 1)
 
 
 class Summary(NamedTuple):
