@@ -48,9 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write(tables: Mapping[str, str]) -> None:
     """Put each table between its markers."""
-    for name in dict.fromkeys([*PLACES.values(), "figures/backtest.md"]):
+    of_page: dict[str, dict[str, str]] = {}
+    for name, text in tables.items():
+        of_page.setdefault(PLACES.get(name, "figures/backtest.md"), {})[name] = text
+    for name, own in of_page.items():
         page = DOCS / name
-        own = {one: text for one, text in tables.items() if PLACES.get(one, "figures/backtest.md") == name}
         page.write_text(inserted(page.read_text(encoding="utf-8"), own), encoding="utf-8")
 
 

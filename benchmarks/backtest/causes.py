@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from benchmarks.backtest.errors import groups_of, spread
+from benchmarks.backtest.errors import errors_of, groups_of
 from benchmarks.backtest.runs import Run
 from benchmarks.backtest.steps import Modelled, modelled
 from benchmarks.planner.report import percent, table
@@ -52,6 +52,6 @@ def markdown(priced: Mapping[str, Sequence[Modelled]]) -> str:
     rows = []
     for name, results in priced.items():
         groups = groups_of(results)
-        errors = [spread([one.ratio for one in groups[group]]) for group in SHOWN]
+        errors = [errors_of(groups[group]) for group in SHOWN]
         rows.append([name, *(f"{one.median:.2f}, {percent(one.rms, 1)}" for one in errors)])
     return table(" | ".join(["median ratio, rms error", *SHOWN]), rows)

@@ -81,6 +81,11 @@ def spread(ratios: Sequence[float]) -> Spread:
     )
 
 
+def errors_of(members: Sequence[Modelled]) -> Spread:
+    """Return the spread of the ratios of runs."""
+    return spread([one.ratio for one in members])
+
+
 def groups_of(results: Sequence[Modelled]) -> dict[str, list[Modelled]]:
     """Return the runs of each group, in order, followed by combined groups."""
     groups: dict[str, list[Modelled]] = {}
@@ -131,7 +136,7 @@ def spread_markdown(results: Sequence[Modelled]) -> str:
     """Return the distribution of errors of each group."""
     rows = []
     for name, members in groups_of(results).items():
-        errors = spread([one.ratio for one in members])
+        errors = errors_of(members)
         shares = [percent(share) for share in errors.within.values()]
         layouts = len({(one.run.model_name, one.run.layout, one.run.seqlen) for one in members})
         middle, furthest = f"{errors.median:.2f}", f"{errors.furthest:.2f}"
@@ -146,21 +151,20 @@ def goals_markdown(results: Sequence[Modelled]) -> str:
     groups = groups_of(results)
     rows = []
     for name, most in (("dense, fitted", 0.05), ("dense, held out", 0.07)):
-        errors = spread([one.ratio for one in groups[name]])
+        errors = errors_of(groups[name])
         rows.append([f"{name}: rms error", f"≤ {most:.0%}", percent(errors.rms, 1), errors.rms <= most])
         share = errors.within[0.1]
         rows.append([f"{name}: runs within 10%", "all", percent(share), share == 1])
-    known = spread([one.ratio for one in groups[KNOWN]]).within[0.15]
+    known = errors_of(groups[KNOWN]).within[0.15]
     rows.append([f"{KNOWN}: runs within 15%", "≥ 90%", percent(known), known >= 0.9])
     for name, most in (("FP8", 0.07), ("experts", 0.2), ("experts, FP8", 0.2), ("hybrids", 0.12)):
-        errors = spread([one.ratio for one in groups[name]])
+        errors = errors_of(groups[name])
         is_met = 0.9 <= errors.median <= 1.1 and errors.rms <= most
         reached = f"{errors.median:.2f}, {percent(errors.rms, 1)}"
         rows.append([f"{name}: median, rms error", f"0.9 to 1.1, ≤ {most:.0%}", reached, is_met])
-    of_blackwell = spread([one.ratio for one in groups["Blackwell"]]).median
-    rows.append(["Blackwell, dense: median", "0.85 to 1.15", f"{of_blackwell:.2f}", 0.85 <= of_blackwell <= 1.15])
-    packed = spread([one.ratio for one in groups["packed fine-tuning"]]).median
-    rows.append(["packed fine-tuning: median", "0.85 to 1.15", f"{packed:.2f}", 0.85 <= packed <= 1.15])
+    for name, group in (("Blackwell, dense", "Blackwell"), ("packed fine-tuning", "packed fine-tuning")):
+        median = errors_of(groups[group]).median
+        rows.append([f"{name}: median", "0.85 to 1.15", f"{median:.2f}", 0.85 <= median <= 1.15])
     refused = [one.is_refused for one in results if one.run.is_held]
     reached = f"{sum(refused)} of {len(refused)}"
     rows.append(["refused by memory, FSDP apart", "≤ 5%", reached, sum(refused) <= 0.05 * len(refused)])
@@ -230,7 +234,7 @@ def memory_markdown(results: Sequence[Modelled]) -> str:
 
 def sentence_markdown(results: Sequence[Modelled]) -> str:
     """Return what README says of the model: the groups that are nearest to this project beside the best one."""
-    groups = {name: spread([one.ratio for one in members]) for name, members in groups_of(results).items()}
+    groups = {name: errors_of(members) for name, members in groups_of(results).items()}
 
     def of(name: str) -> str:
         return f"{groups[name].median:.2f} (rms error {percent(groups[name].rms)})"
@@ -254,7 +258,7 @@ def broken_limits(results: Sequence[Modelled]) -> list[str]:
         if name not in groups:
             broken.append(f"{name}: no runs")
             continue
-        errors = spread([one.ratio for one in groups[name]])
+        errors = errors_of(groups[name])
         if not limit.least <= errors.median <= limit.most:
             broken.append(f"{name}: the median ratio is {errors.median:.3f}, allowed are {limit.least} to {limit.most}")
         if _distance(errors.furthest) > limit.worst:

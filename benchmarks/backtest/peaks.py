@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.backtest.errors import spread
 from benchmarks.backtest.runs import FILE, Run, read_runs
-from benchmarks.backtest.steps import Modelled, modelled, plan_of, problem_of
+from benchmarks.backtest.steps import Modelled, modelled, plan_of, problem_of, slower
 from benchmarks.planner.report import percent, table
 from dynamic_cp.memory.memory_model import MemoryModel, StageMemory
 
@@ -88,13 +88,9 @@ def kernels_markdown(results: Sequence[Modelled]) -> str:
     for one in results:
         if one.run.group not in OF_OTHER_KERNELS:
             continue
-        hardware = one.run.hardware
-        names = [
-            name for name in hardware.__dataclass_fields__ if name.startswith("attention") and "flops_per_s" in name
-        ]
-        slow = modelled(one.run, replace(hardware, **{name: SLOWEST * getattr(hardware, name) for name in names}))
+        slow = modelled(one.run, slower(one.run.hardware, 1 / SLOWEST, "attention"))
         inside = "yes" if one.ratio <= 1 <= slow.ratio else "**no**"
-        rows.append([one.run.name, one.run.layout, f"{one.run.published_s:.2f}"])
-        rows[-1] += [f"{one.ratio:.2f}", f"{slow.ratio:.2f}", inside]
+        ratios = f"{one.ratio:.2f}", f"{slow.ratio:.2f}"
+        rows.append([one.run.name, one.run.layout, f"{one.run.published_s:.2f}", *ratios, inside])
     columns = f"run | layout | published s | ratio as priced | ratio at {SLOWEST:g} of the attention rate | between"
     return table(columns, rows, left=2)

@@ -128,7 +128,8 @@ def modelled(run: Run, hardware: Hardware | None = None, *, overlaps: bool = Tru
     )
 
 
-def slower(hardware: Hardware, factor: float) -> Hardware:
-    """Return hardware on which products and attention take `factor` times as long, as limits have to notice."""
-    rates = [name for name in hardware.__dataclass_fields__ if name.endswith("flops_per_s") and name[:4] != "peak"]
+def slower(hardware: Hardware, factor: float, start: str = "") -> Hardware:
+    """Return hardware on which products and attention take `factor` times as long, those whose names start so."""
+    names = [name for name in hardware.__dataclass_fields__ if name.startswith(start)]
+    rates = [name for name in names if name.endswith("flops_per_s") and name[:4] != "peak"]
     return replace(hardware, **{name: getattr(hardware, name) / factor for name in rates})
