@@ -42,9 +42,8 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
     if reasons:
         raise UnsupportedFeatureError(f"{where} has {', '.join(reasons)}: none of {_WRITTEN} does")
     family, values = FAMILIES[name], asdict(shape)
-    said = {**values, **architecture.flags}
-    for part in ("experts", "linear_attention"):
-        said |= {f"{part}.{field}": value for field, value in (values[part] or {}).items()}
+    linear = values["linear_attention"] or {}
+    said = {**values, **architecture.flags, **{f"linear_attention.{field}": value for field, value in linear.items()}}
     rotates = architecture["position_embedding_type"] in ("rope", "yarn")
     found = {
         "architectures": [family.called],

@@ -194,8 +194,7 @@ class Search:
             if not self._may_be_static(cp_size) or best_ns <= self._least_static_ns(cp_size.bit_length() - 1):
                 continue
             if cp_size not in self._of_static:
-                limit_ns = None if may_improve else best_ns
-                self._of_static[cp_size] = [*self._static(cp_size, "dynamic", limit_ns)]
+                self._of_static[cp_size] = [*self._static(cp_size, "dynamic", None if may_improve else best_ns)]
             found = self._of_static[cp_size]
             for one in self._improved_static(cp_size, found) if improved else found:
                 yield one

@@ -19,6 +19,14 @@ _PROFILE_MIN = 5
 _FILE = "measured.json"
 
 
+def torchrun(num_nodes: int, per_node: int) -> str:
+    """Return torchrun's words before the script, for so many ranks on each node."""
+    # Nodes in a fixed order, c10d would number them by address: the lanes of a CP group are neighbours.
+    static = f" --nnodes {num_nodes} --node-rank $NODE_RANK --master-addr $HEAD_NODE --master-port 29500"
+    nodes = static if num_nodes > 1 else " --local-addr localhost"  # the host's own name may not resolve
+    return f"torchrun{nodes} --nproc-per-node {per_node}"
+
+
 class Way(NamedTuple):
     """One way to settle it.
 
@@ -65,13 +73,12 @@ def _links(comparison: Comparison) -> Way:
     topology = comparison.topology
     per_node = min(topology.ranks_per_node, topology.world_size)
     nodes = 2 if topology.world_size > per_node else 1
-    at = " --nnodes 2 --node-rank $NODE_RANK --master-addr $HEAD_NODE --master-port 29500"
     hours = nodes * per_node * _PROFILE_MIN / 60
     return Way(
         f"links: on {nodes} node{'s' * (nodes > 1)}, about {_PROFILE_MIN} minutes, {hours:.1f} GPU hours; "
         f"then --hardware {_FILE}",
         (
-            f"torchrun{at if nodes == 2 else ' --local-addr localhost'} --nproc-per-node {per_node}",
+            torchrun(nodes, per_node),
             "-m megatron.decide.calibration",
             *_of_profile(comparison),
         ),

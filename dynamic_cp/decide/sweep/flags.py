@@ -8,6 +8,7 @@ from dataclasses import asdict
 from math import lcm
 from typing import Any
 
+from dynamic_cp.decide.comparison.settle import torchrun
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture, as_flags
 from dynamic_cp.models.flags import MEANINGS, Meaning
@@ -111,11 +112,7 @@ def nodes_of(setting: Setting) -> tuple[int, int]:
 
 def launcher(setting: Setting) -> str:
     """Return the torchrun words before the script."""
-    num_nodes, per_node = nodes_of(setting)
-    # Nodes in a fixed order, c10d would number them by address: the lanes of a CP group are neighbours.
-    static = f" --nnodes {num_nodes} --node-rank $NODE_RANK --master-addr $HEAD_NODE --master-port 29500"
-    nodes = static if num_nodes > 1 else " --local-addr localhost"  # the host's own name may not resolve
-    return f"torchrun{nodes} --nproc-per-node {per_node}"
+    return torchrun(*nodes_of(setting))
 
 
 Flags = tuple[str, ...]

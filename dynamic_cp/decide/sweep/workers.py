@@ -42,8 +42,7 @@ def workers(job: SweepJob, num_processes: int) -> Iterator[Run]:
                 on_result(setting, results[-1])
             return results
 
-        with sigterm_as_an_exception():
-            yield run_here
+        yield run_here
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads that draw the progress
     with _nothing_from_the_working_folder():
