@@ -20,14 +20,12 @@ DOORS = {
     "megatron.integrations.foreign.iterator": ("wrap_data_iterator",),
     "megatron.integrations.foreign.probing": ("probe_lengths",),
     "megatron.integrations.outside": (
-        *(
-            "Lanes.build",
-            "Lanes.step",
-            "PlannedCollator",
-            "scaled_dot_product_attention",
-            "sum_of_losses",
-            "train_step",
-        ),
+        "Lanes.build",
+        "Lanes.step",
+        "PlannedCollator",
+        "scaled_dot_product_attention",
+        "sum_of_losses",
+        "train_step",
     ),
     "megatron.integrations.outside.hugging_face": ("causal_lm_loss", "lanes_of", "problem_of", "use_dynamic_cp"),
     "megatron.integrations.outside.trainer": ("PlannedMicroBatches",),
@@ -90,19 +88,25 @@ def _in_place(line: str) -> list[str]:
     return [word.rstrip("=") for word in words[:end] if word]
 
 
+class _Some:
+    def __repr__(self) -> str:
+        return ""
+
+
+_SOME = _Some()
+"""A default, whatever it is."""
+
+
 def _signature(found: object) -> str:
     """Return the names of parameters with a mark where they have a default: types and values may get better."""
     if not callable(found):
         return ""
-    parameters = inspect.signature(found).parameters.values()
-    words, is_keyword = [], False
-    for one in parameters:
-        if one.kind is one.KEYWORD_ONLY and not is_keyword:
-            words.append("*")
-        is_keyword |= one.kind in (one.KEYWORD_ONLY, one.VAR_POSITIONAL)
-        stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
-        words.append(f"{stars}{one.name}{'=' if one.default is not one.empty else ''}")
-    return f"({', '.join(words)})"
+    whole = inspect.signature(found)
+    names = [
+        one.replace(annotation=one.empty, default=one.default if one.default is one.empty else _SOME)
+        for one in whole.parameters.values()
+    ]
+    return str(whole.replace(parameters=names, return_annotation=whole.empty))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,11 @@ class Cluster:
         return sorted(found, key=lambda call: int(call["words"][call["words"].index("--node-rank") + 1]))
 
 
+def inherited() -> dict[str, str]:
+    """Return this process's variables, but those of a job that it may be in."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "NCCL_"))}
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     """The commands, with an interpreter that only writes down what it should start."""
@@ -64,11 +69,10 @@ def cluster(tmp_path: Path) -> Cluster:
         script = binaries / name
         script.write_text(f'#!/bin/sh\nexec {sys.executable} {STUB} {name} "$@"\n', encoding="utf-8")
         script.chmod(0o755)
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "NCCL_"))}
     return Cluster(
         folder=folder,
         environment={
-            **inherited,
+            **inherited(),
             "PATH": f"{binaries}:{os.environ['PATH']}",
             "STUB_DIR": str(folder),
             "PYTHON": str(binaries / "python"),

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from tests.cluster.conftest import ROOT
+from tools.releases import command_of
 
 COMMANDS = ("buildah", "debootstrap")
 LIBRARIES = (
@@ -45,7 +46,6 @@ STEP_S, BUILD_S = 600.0, 2400.0
 class Python:
     """A Python of this machine: which files a base needs of it, and how its pip finds packages."""
 
-    command: str
     executable: Path
     library: Path
     shared: Path | None
@@ -86,11 +86,6 @@ def missing(version: str) -> str | None:
     return None if command_of(version) else f"no Python {version} for the base: put python{version} on PATH"
 
 
-def command_of(version: str) -> str:
-    """Return the command of a Python of this machine; empty if there is none."""
-    return _printed("sh", "tools/find_python.sh", version).strip()
-
-
 def python_of(version: str) -> Python:
     """Return what there is to know of a Python of this machine."""
     command = command_of(version)
@@ -100,7 +95,6 @@ def python_of(version: str) -> Python:
     settings = {name: " ".join(ast.literal_eval(value).split()) for _, name, value in listed}
     settings.pop("config-file", None)
     return Python(
-        command=command,
         executable=Path(executable),
         library=Path(library),
         shared=Path(shared_library) if shared_library else None,
@@ -118,17 +112,16 @@ class Image:
     """
 
     buildah: Buildah
-    name: str
     container: str
     entry: list[str]
     default: list[str]
     root: Path
 
-    def run(self, *words: str, timeout_s: float = STEP_S, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run a command through the image's entry point, as its user, as `docker run IMAGE words` does."""
         variables = [f"--env={name}={value}" for name, value in environment.items()]
         command = [*self.entry, *(words or self.default)]
-        return self.buildah.start("run", *variables, self.container, "--", *command, timeout_s=timeout_s)
+        return self.buildah.start("run", *variables, self.container, "--", *command)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +182,6 @@ class Buildah:
         with self.container(name) as (container, root):
             yield Image(
                 buildah=self,
-                name=name,
                 container=container,
                 entry=config["Entrypoint"],
                 default=config["Cmd"],

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.cluster.conftest import ROOT
+from tests.cluster.conftest import ROOT, inherited
 from tests.trainer.commandline import NO_COMPILE
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -137,12 +137,9 @@ class Job:
         (found,) = re.findall(rf"\b{name}=(\S+)", self.slurm.command("scontrol", "show", "job", self.number))
         return str(found)
 
-    def wait_for(self, pattern: str) -> str:
-        """Wait until it has written what matches; return that."""
+    def wait_for(self, pattern: str) -> None:
+        """Wait until it has written what matches."""
         wait_until(lambda: bool(re.search(pattern, self.text())), f"{pattern!r} in the output", self.text)
-        found = re.search(pattern, self.text())
-        assert found
-        return found[0]
 
     def wait_for_state(self, *states: str) -> str:
         """Wait until SLURM says that it is in one of `states`; return which."""
@@ -194,9 +191,8 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
     path.write_text(CONFIGURATION.format(host=host, root=folder, port=CTLD_PORT, user_signal=USER_SIGNAL))
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o400)
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "NCCL_"))}
     environment = {
-        **inherited,
+        **inherited(),
         **NO_COMPILE,
         "SLURM_CONF": str(path),
         "PYTHON": sys.executable,

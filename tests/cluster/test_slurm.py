@@ -45,6 +45,23 @@ def started(slurm: Slurm, jobs: list[Job], tmp_path: Path, job: str, *words: str
     return jobs[-1]
 
 
+def under_way(slurm: Slurm, jobs: list[Job], tmp_path: Path, *words: str) -> Job:
+    job = started(slurm, jobs, tmp_path, "requeue", *words)
+    job.wait_for(r"iteration +2/")
+    return job
+
+
+def completes(job: Job) -> None:
+    assert job.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", job.text()
+
+
+def another_goes_on(slurm: Slurm, jobs: list[Job], tmp_path: Path, saved: int) -> None:
+    """Submit a job of one more iteration; it must do just that."""
+    again = started(slurm, jobs, tmp_path, "requeue", iterations=saved + 1)
+    completes(again)
+    assert iterations_of(again.text()) == [saved + 1]
+
+
 def iterations_of(text: str) -> list[int]:
     return [int(one) for one in re.findall(ITERATION, text)]
 
@@ -55,7 +72,7 @@ def saved_of(tmp_path: Path) -> int:
 
 def test_a_job_trains_on_two_nodes(slurm: Slurm, jobs: list[Job], tmp_path: Path) -> None:
     job = started(slurm, jobs, tmp_path, "multi_node", iterations=3)
-    assert job.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", job.text()
+    completes(job)
     assert iterations_of(job.text()) == [1, 2, 3]
     assert "4 ranks = TP 1 x PP 1 (VPP 1) x 4 lanes" in job.text()
     assert saved_of(tmp_path) == 3
@@ -64,8 +81,7 @@ def test_a_job_trains_on_two_nodes(slurm: Slurm, jobs: list[Job], tmp_path: Path
 def test_a_job_before_its_time_limit_saves_is_requeued_and_resumes(
     slurm: Slurm, jobs: list[Job], tmp_path: Path
 ) -> None:
-    job = started(slurm, jobs, tmp_path, "requeue")
-    job.wait_for(r"iteration +2/")
+    job = under_way(slurm, jobs, tmp_path)
     job.signal("USR1")
     job.wait_for(r"left with 0, requeueing \d+ \(restart 1\)")
     saved = saved_of(tmp_path)
@@ -80,8 +96,7 @@ def test_a_job_before_its_time_limit_saves_is_requeued_and_resumes(
 def test_scancel_in_a_save_ends_the_job_and_leaves_a_checkpoint_that_loads(
     slurm: Slurm, jobs: list[Job], tmp_path: Path
 ) -> None:
-    job = started(slurm, jobs, tmp_path, "requeue")
-    job.wait_for(r"iteration +2/")
+    job = under_way(slurm, jobs, tmp_path)
     job.signal("USR1")
     job.wait_for("asking the ranks to save and leave")
     slurm.command("scancel", job.number)
@@ -89,9 +104,7 @@ def test_scancel_in_a_save_ends_the_job_and_leaves_a_checkpoint_that_loads(
     assert "requeueing" not in job.text()
     saved = saved_of(tmp_path)
     assert f"leaving after iteration {saved} (SIGUSR1)" in job.text()
-    again = started(slurm, jobs, tmp_path, "requeue", iterations=saved + 1)
-    assert again.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", again.text()
-    assert iterations_of(again.text()) == [saved + 1]
+    another_goes_on(slurm, jobs, tmp_path, saved)
 
 
 @pytest.mark.parametrize("signal", ["USR1", "TERM"])
@@ -100,22 +113,20 @@ def test_a_preempted_job_saves_is_requeued_and_resumes(
 ) -> None:
     """On clusters that send no user's signal the steps get SIGTERM and end well, which SLURM takes for a job's end."""
     with nullcontext() if signal == "USR1" else slurm.without(real.USER_SIGNAL):
-        job = started(slurm, jobs, tmp_path, "requeue")
-        job.wait_for(r"iteration +2/")
+        job = under_way(slurm, jobs, tmp_path)
         words = ("--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "sleep 1")
         urgent = slurm.submit(*words, output=tmp_path / "urgent.log")
         jobs.append(urgent)
         job.wait_for(r"left with 0, requeueing \d+ \(restart 1\)")
     saved = saved_of(tmp_path)
-    assert urgent.wait_for_state("COMPLETED", "FAILED") == "COMPLETED"
+    completes(urgent)
     job.start_now()
     job.wait_for(rf"iteration +{saved + 1}/")
     assert "loaded" in job.text()
 
 
 def test_a_rank_that_dies_ends_the_job_on_all_nodes(slurm: Slurm, jobs: list[Job], tmp_path: Path) -> None:
-    job = started(slurm, jobs, tmp_path, "requeue")
-    job.wait_for(r"iteration +2/")
+    job = under_way(slurm, jobs, tmp_path)
     (rank,) = [one for one in ranks_of(job) if one.environ()["RANK"] == "3"]
     rank.kill()
     assert job.wait_for_state("FAILED", "COMPLETED", "PENDING") == "FAILED", job.text()
@@ -126,8 +137,7 @@ def test_a_rank_that_dies_ends_the_job_on_all_nodes(slurm: Slurm, jobs: list[Job
 def test_a_node_that_dies_ends_the_job_and_another_goes_on_from_what_was_saved(
     slurm: Slurm, jobs: list[Job], tmp_path: Path
 ) -> None:
-    job = started(slurm, jobs, tmp_path, "requeue", "--signal=B:USR1@5")
-    job.wait_for(r"iteration +2/")
+    job = under_way(slurm, jobs, tmp_path, "--signal=B:USR1@5")
     job.signal("USR1")
     job.wait_for("requeueing")
     saved = saved_of(tmp_path)
@@ -140,9 +150,7 @@ def test_a_node_that_dies_ends_the_job_and_another_goes_on_from_what_was_saved(
     finally:
         job.cancel()
         slurm.start_node(real.NODES[1])
-    again = started(slurm, jobs, tmp_path, "requeue", iterations=saved + 1)
-    assert again.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", again.text()
-    assert iterations_of(again.text()) == [saved + 1]
+    another_goes_on(slurm, jobs, tmp_path, saved)
 
 
 def test_the_first_day_of_a_node_writes_its_page(slurm: Slurm, jobs: list[Job], tmp_path: Path) -> None:
@@ -150,7 +158,7 @@ def test_the_first_day_of_a_node_writes_its_page(slurm: Slurm, jobs: list[Job], 
     words = ("examples/slurm/first_day.sbatch", "--ranks", "2", "--quick")
     job = slurm.submit(*words, output=tmp_path / "first-day.log", RUN_DIR=str(run_dir))
     jobs.append(job)
-    assert job.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", job.text()
+    completes(job)
     assert (run_dir / "hardware.json").exists(), list(run_dir.iterdir())
 
 
@@ -162,7 +170,7 @@ def test_table_1_compares_both_arms_on_two_nodes(slurm: Slurm, jobs: list[Job], 
     environment = sizes | run | {"HARDWARE": "cpu", "RUN_DIR": str(tmp_path / "run")}
     job = slurm.submit(*words, output=tmp_path / "table1.log", **environment)
     jobs.append(job)
-    assert job.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", job.text()
+    completes(job)
     table = job.text().rpartition("saved")[2]
     assert {"static", "dynamic"} <= set(re.findall(r"\w+", table)), job.text()
 
