@@ -303,6 +303,7 @@ def test_a_first_day_goes_through_and_goes_on(
     assert re.search(rf"\| dynamic CP is faster \| {factor}", page)
     assert len(re.findall(r"\| cores that other processes took from \S+ CP.* \| 0% \| \d+% \|  \|", page)) == 2
     assert "](calibration.svg)" in page
+    assert '<svg role="img"' in (tmp_path / "day" / "report.html").read_text()
     assert not re.search(r"\| 0 (FLOP|bytes)/s \|", page)
     errors = re.findall(r"\| (\S+ ?\S*) \| (on one lane alone|with \S+ over 2 lanes) \| (\S+) \| 0.02 \|", page)
     assert max(float(error) for _, _, error in errors) < 1e-6

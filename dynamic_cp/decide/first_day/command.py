@@ -7,13 +7,15 @@ import math
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dynamic_cp.decide.cli.options import Names, option, options_in, subcommand
+from dynamic_cp.decide.cli.options import Names, command_line, option, options_in, subcommand
 from dynamic_cp.decide.cli.parameters import SET
+from dynamic_cp.decide.cli.tables import progress
 from dynamic_cp.decide.files import write_json, write_text
 from dynamic_cp.decide.first_day.day import PARTS, SMALL_MODEL, Day, State, parts_of, script
 from dynamic_cp.decide.first_day.page import page_of
@@ -21,6 +23,8 @@ from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeat
 from dynamic_cp.models import catalog
 
 PAGE = "report.md"
+HTML = "report.html"
+"""The same for a browser; written where jinja2 is installed."""
 _MOST_CPU_RANKS = 4
 _DEVICES = """
 import torch
@@ -91,14 +95,18 @@ def command(output: str, again: tuple[str, ...], timeout: float, **given: Any) -
     click.echo(f"{device}: {day.num_ranks} ranks, TP {day.tp_size}, {day.model} with {day.trained.num_layers} layers")
     states: dict[str, State] = {}
     for part in parts_of(day):
-        click.echo(f"{part.name:<12} {PARTS[part.name]}: ", nl=False)
-        before = None if part.name in again else part.state()
-        state = before or part.run(60 * timeout)
+        with progress("first-day") as steps:
+            steps(len(states), len(PARTS), PARTS[part.name])
+            before = None if part.name in again else part.state()
+            state = before or part.run(60 * timeout)
         result = f"failed: {state.why}; see {part.log}" if state.why else f"ok, {state.seconds:.0f} s"
-        click.echo(f"{result}, before" if before else result)
+        click.echo(f"{part.name:<12} {PARTS[part.name]}: {result}{', before' if before else ''}")
         states[part.name] = state
-        write_text(str(folder / PAGE), page_of(day, device, states))
-    click.echo(f"wrote {folder / PAGE}")
+        page = page_of(day, device, states)
+        write_text(str(folder / PAGE), page.as_markdown())
+        if find_spec("jinja2"):
+            write_text(str(folder / HTML), page.as_html(" ".join(command_line(click.get_current_context()))))
+    click.echo(f"wrote {folder / PAGE}" + (f" and {HTML}" if find_spec("jinja2") else ""))
     failed = [name for name, state in states.items() if state.why]
     if failed:
         raise DynamicCPError(f"{len(failed)} of {len(states)} parts failed ({', '.join(failed)}): see {folder / PAGE}")

@@ -93,7 +93,7 @@ def _cells(one: PolicyOutcome, speedups: Mapping[str, Speedup]) -> list[tuple[st
         (f"{speedup.ratio:.2f}×" if speedup else "", interval),
         (format_count(one.mean("tokens_per_s_per_gpu") or 0.0), ""),
         (format_count(one.mean("tflops_per_gpu") or 0.0), ""),
-        ("" if rows is None else f"{rows:.3g}", ""),
+        ("" if rows is None else f"{rows:.{min(len(one.batches), 2) - 1}f}", ""),
         ("" if parts is None else f"{parts.bubble_s / parts.iteration_s:.1%}", ""),
         ("" if padding is None else f"{padding:.1%}", ""),
         (format_s(one.mean("plan_s") or 0.0), ""),

@@ -185,13 +185,19 @@ def _draw_mfu(panel: Axes, points: Sequence[KneePoint], theme: Theme) -> None:
     for cp_size in sizes:
         color = theme.cp_color(cp_size)
         curve = [point for point in points if point.cp_size == cp_size]
-        panel.plot([point.seqlen for point in curve], [100 * point.mfu for point in curve], color=color, linewidth=1.6)
+        # A muted edge, because the palest colours are made for bars and would be lost as thin lines.
+        for line_color, linewidth in ((theme.muted, 2.6), (color, 1.6)):
+            panel.plot(
+                [point.seqlen for point in curve], [100 * point.mfu for point in curve], color=line_color,
+                linewidth=linewidth,
+            )  # fmt: skip
         for fits in (True, False):
             marked = [point for point in curve if point.fits == fits]
             face = color if fits else theme.background
             panel.plot(
                 [point.seqlen for point in marked], [100 * point.mfu for point in marked], linestyle="none",
-                marker="o", markersize=4.5, color=color, markerfacecolor=face, label=f"{cp_size}" if fits else None,
+                marker="o", markersize=4.5, color=theme.muted, markerfacecolor=face, markeredgewidth=0.6,
+                label=f"{cp_size}" if fits else None, clip_on=False,
             )  # fmt: skip
     seqlens = sorted({point.seqlen for point in points})
     best = {seqlen: [point.mfu for point in points if point.seqlen == seqlen and point.fits] for seqlen in seqlens}

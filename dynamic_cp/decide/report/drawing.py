@@ -250,11 +250,11 @@ def format_s(seconds: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """Return a number with three digits: 950, 12.3k, 4.56M."""
+    """Return a number with three digits: 950, 12.0k, 4.56M; whole numbers below a thousand as they are."""
     for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 0.9995 * factor:
-            return f"{value / factor:.3g}{suffix}"
-    return f"{value:.3g}"
+            return f"{value / factor:#.3g}".rstrip(".") + suffix
+    return f"{value:#.3g}".rstrip(".") if value % 1 else f"{value:.0f}"
 
 
 def format_bytes(num_bytes: float) -> str:

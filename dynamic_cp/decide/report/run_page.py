@@ -269,7 +269,7 @@ def _over_iterations(panel: Axes, label: str, numbers: Sequence[float] | NDArray
     from matplotlib.ticker import MaxNLocator
 
     panel.grid()
-    panel.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    panel.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
     spare = 0.02 * (numbers[-1] - numbers[0]) or 0.5
     panel.set_xlim(numbers[0] - spare, numbers[-1] + spare)
     panel.set_xlabel("iteration")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.first_day import command, day
 from dynamic_cp.decide.first_day.day import PARTS, Day, Part, State, parts_of
-from dynamic_cp.decide.first_day.page import page_of
+from dynamic_cp.decide.first_day.page import Page, page_of
 from dynamic_cp.errors import MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
 from megatron.dynamic_cp.flags.shape import model_shape
@@ -160,13 +161,16 @@ def test_the_others_run_after_a_part_that_fails(
     assert "6 of 6 parts failed (doctor, kernels, exchanges, calibration, static, dynamic)" in err
     page = (tmp_path / "day" / command.PAGE).read_text()
     assert "| kernels | attention kernels against float64 | failed: error: a reason / more | 1 |" in page
+    shown = (tmp_path / "day" / command.HTML).read_text()
+    assert "failed: error: a reason | more</span>" in shown
+    assert "dynamic-cp first-day" in re.sub("</?span>", "", shown)
 
 
 def test_what_ended_well_is_kept_but_for_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "_gpus", list)
-    monkeypatch.setattr(command, "page_of", lambda *_: "")
+    monkeypatch.setattr(command, "page_of", lambda *_: Page("", "", ()))
     ended = State(inputs="", seconds=1.0, why="")
     monkeypatch.setattr(Part, "state", lambda part: None if part.name == "static" else ended)
     monkeypatch.setattr(Part, "run", lambda part, timeout_s: ended)
@@ -192,7 +196,7 @@ def test_a_torch_for_gpus_that_sees_none_is_told(
 
 
 def test_a_page_of_nothing(tmp_path: Path) -> None:
-    assert "## " not in page_of(day_of(tmp_path), "a GPU", {})
+    assert page_of(day_of(tmp_path), "a GPU", {}).sections == ()
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def test_tiles_are_drawn_where_they_are_in_the_color_of_their_lane():
 def test_many_tiles_and_lanes_are_grouped_and_the_picture_says_so():
     assert [lanes_of_color(number, 8) for number in (2, 8, 9, 16, 17, 64, 80)] == [1, 1, 2, 2, 4, 8, 16]
     svg = svg_text(OTHERS["tiles-many"], LIGHT)
-    assert {"0–15", "64–79", "sample 0 · 40k tokens"} <= texts(svg)
+    assert {"0–15", "64–79", "sample 0 · 40.0k tokens"} <= texts(svg)
     assert len(LARGE.bucket.placement.tiles) > 4000
     assert len(svg) < 120_000
     said = texts(svg_text(OTHERS["links-many"], LIGHT))
@@ -350,7 +350,7 @@ def test_pairs_are_the_mean_over_layers_with_and_without_a_window():
 
 def test_bytes_have_units():
     assert [drawing.format_bytes(number) for number in (950, 12_345, 2.5e9)] == [
-        "950\u00a0B", "12.3\u00a0kB", "2.5\u00a0GB"
+        "950\u00a0B", "12.3\u00a0kB", "2.50\u00a0GB"
     ]  # fmt: skip
 
 
@@ -408,6 +408,7 @@ def test_ticks_keep_the_digits_that_tell_them_apart():
     ticks = [text for text in texts(svg_text(partial(losses, records), LIGHT)) if text.startswith("6.2")]
     assert len(ticks) > 3, "a set: equal labels would be one"
     assert all(len(tick) > len("6.27") for tick in ticks)
+    assert "1" in texts(svg_text(OTHERS["losses-one"], LIGHT)), "iterations are whole"
 
 
 def test_cp_sizes_end_with_the_last_iteration():
@@ -465,7 +466,7 @@ def test_pyplot_is_not_imported():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (950, "950"), (999.6, "1k"), (12_345, "12.3k"), (4.56e6, "4.56M"), (2.5e9, "2.5G"), (7e15, "7P")],
+    [(0, "0"), (12, "12"), (85.02, "85.0"), (999.6, "1.00k"), (12_045, "12.0k"), (4.56e6, "4.56M"), (7e15, "7.00P")],
 )
 def test_counts_have_three_digits(value, text):
     assert drawing.format_count(value) == text

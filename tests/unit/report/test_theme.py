@@ -1,12 +1,14 @@
 """Colours: told apart without colour vision, and text that can be read on what is behind it."""
 
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dynamic_cp.decide.report.theme import CSS, DARK, LIGHT, THEMES, contrast, css_variables, mix, with_variables
 
+SITE = Path(__file__).parents[3] / "docs" / "site.css"
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
 VISION = {
     "usual": np.eye(3),
@@ -66,6 +68,9 @@ def test_text_has_contrast(theme):
         assert contrast(theme.muted, behind) > 4.5
     for color, ink in zip(theme.cp_sizes + theme.cp_sizes_forward, theme.cp_inks + theme.cp_inks_forward, strict=True):
         assert contrast(color, ink) > 4.4
+    # Curves in the dark; in the light the pale ones have an edge.
+    assert min(contrast(color, DARK.background) for color in (*DARK.cp_sizes, *DARK.series)) > 3
+    assert f'"slate"] {{ --md-default-bg-color: {DARK.background}; }}' in SITE.read_text(encoding="utf-8")
     # Orange words warn.
     assert contrast(theme.series[1], theme.background) > 3.5
 
