@@ -707,6 +707,19 @@ def test_a_folder_that_is_there_is_kept(folder_of, imported, tmp_path, capsys):
     assert (tmp_path / "mine").read_text() == "mine"
 
 
+def test_what_the_host_cannot_hold_is_refused_before_it_is_read(folder_of, imported, tmp_path, capsys, monkeypatch):
+    both = ["import", str(folder_of("llama"))], ["export", str(imported("llama"))]
+    monkeypatch.setattr("megatron.integrations.weights.output.free_bytes", lambda *_, **__: 10)
+    for words in both:
+        assert cli.main(["weights", *words, "--output", str(tmp_path / "new")]) == 2
+        said = capsys.readouterr().err
+        assert re.search(
+            r" need 0\.0 GB, 0\.0 GB of this host are free: end .* or convert on a host with more\n$", said
+        )
+        assert said.startswith(f"dynamic-cp: error: {words[1]}")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_what_ends_halfway_has_no_name(error, folder_of, imported, tmp_path, monkeypatch):
     """Neither does what a killed process leaves: everything is written under another name."""

@@ -63,9 +63,11 @@ def check(plan: str, lengths: str | None) -> None:
     except InvalidInputError as error:
         raise InvalidInputError(f"{name}: {error}", **error.details) from error
     samples = None
-    if lengths:
-        samples = tuple(Sample(sample_id=i, seqlen=seqlen) for i, seqlen in enumerate(read_lengths(lengths)))
-    check_plan(judged, samples)
+    with progress("checking") as steps:
+        steps(0, 1, name)
+        if lengths:
+            samples = tuple(Sample(sample_id=i, seqlen=seqlen) for i, seqlen in enumerate(read_lengths(lengths)))
+        check_plan(judged, samples)
     num_samples = sum(1 for _ in judged.samples)
     placed = f", {judged.num_placed} of them placed" if judged.num_placed else ""
     if judged.extension is not None:

@@ -101,12 +101,14 @@ def command(
         _list_workloads(out, json)
         return
     described = {}
-    for name in names:
-        known = None if tokenizer is None else _tokens(name, tokenizer, json_key or "text", chat_template)
-        values, is_drawn = _drawn(BatchInput(lengths=name, known=known, size_flag="--samples", **given), samples)
-        described[name] = _described(name, values, is_drawn)
-        if output is not None:
-            _write(output, values)
+    with progress("counting tokens") as steps:
+        for number, name in enumerate(names):
+            steps(number, len(names), name)
+            known = None if tokenizer is None else _tokens(name, tokenizer, json_key or "text", chat_template)
+            values, is_drawn = _drawn(BatchInput(lengths=name, known=known, size_flag="--samples", **given), samples)
+            described[name] = _described(name, values, is_drawn)
+            if output is not None:
+                _write(output, values)
     if json:
         write_json(json, {"schema_version": SCHEMA_VERSION, "lengths": described})
     if json != STDOUT:
@@ -129,8 +131,7 @@ def _tokens(name: str, tokenizer: str, json_key: str, chat_template: str | None)
             "--tokenizer needs the training side of this package, which is not found: install it again (pip install "
             "'megatron-dynamic-cp[tokenizers]')"
         )
-    with progress("counting tokens"):
-        lengths: NDArray[np.int64] = found[0].load()(name, tokenizer, json_key=json_key, chat_template=chat_template)
+    lengths: NDArray[np.int64] = found[0].load()(name, tokenizer, json_key=json_key, chat_template=chat_template)
     if not len(lengths):
         raise DataError(f"{name} holds 0 lengths, at least 1 is needed: all its texts are empty", path=name)
     return lengths

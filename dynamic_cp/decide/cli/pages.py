@@ -65,7 +65,9 @@ def report(run: str | None, policy: str, output: str, **given: Any) -> None:
         from dynamic_cp.decide.report.run import read_about, read_run
         from dynamic_cp.decide.report.run_page import render_run_report
 
-        page = render_run_report(read_run(run), command=again, inputs={"run": run, **read_about(run)})
+        with progress("drawing") as steps:
+            steps(0, 1, "iterations")
+            page = render_run_report(read_run(run), command=again, inputs={"run": run, **read_about(run)})
     else:
         require_batch(ctx, given)
         comparison, batch, _ = compared(policy, given)
@@ -128,18 +130,20 @@ def trace(
 
     events: list[Event] = []
     first_process = 0
-    for one in comparison.policies:
-        batch_outcome = one.batches[0]
-        label = one.policy if len(comparison.policies) > 1 else ""
-        lanes = None if first_lanes is None else range(first_lanes)
-        if isinstance(batch_outcome, PoolOutcome):
-            events += tick_events(batch_outcome.pool, label=label, first_process=first_process, lanes=lanes)
-        elif isinstance(batch_outcome, PlanOutcome):
-            events += trace_events(batch_outcome.timeline, label=label, first_process=first_process, lanes=lanes)
-        first_process += one.setting.topology.pp_size
-        if comparison.is_tuned:
-            click.echo(f"{one.name} at its own fastest setting: {one.setting.layout}")
-    write_trace(output, events, about={**batch.as_dict(), "policy": policy, "model": comparison.model_name})
+    with progress("writing") as steps:
+        for number, one in enumerate(comparison.policies):
+            steps(number, len(comparison.policies), one.policy)
+            batch_outcome = one.batches[0]
+            label = one.policy if len(comparison.policies) > 1 else ""
+            lanes = None if first_lanes is None else range(first_lanes)
+            if isinstance(batch_outcome, PoolOutcome):
+                events += tick_events(batch_outcome.pool, label=label, first_process=first_process, lanes=lanes)
+            elif isinstance(batch_outcome, PlanOutcome):
+                events += trace_events(batch_outcome.timeline, label=label, first_process=first_process, lanes=lanes)
+            first_process += one.setting.topology.pp_size
+        write_trace(output, events, about={**batch.as_dict(), "policy": policy, "model": comparison.model_name})
+    for one in comparison.policies if comparison.is_tuned else ():
+        click.echo(f"{one.name} at its own fastest setting: {one.setting.layout}")
     click.echo(f"{output}: {len(events)} events; open it at ui.perfetto.dev")
 
 
@@ -162,6 +166,8 @@ def _write_measured(run: str, iterations: range | None, output: str) -> None:
     from dynamic_cp.decide.report.run import read_spans
     from dynamic_cp.decide.report.trace import measured_trace_events, write_trace
 
-    events = measured_trace_events(read_spans(run, iterations))
-    write_trace(output, events, about={"run": run})
+    with progress("writing") as steps:
+        steps(0, 1, "spans of the run")
+        events = measured_trace_events(read_spans(run, iterations))
+        write_trace(output, events, about={"run": run})
     click.echo(f"{output}: {len(events)} events; open it at ui.perfetto.dev")

@@ -69,6 +69,8 @@ _OF_SEARCH = (
     "Write what starts the recommended setting: flags for `pretrain_gpt.py @FILE`, or a SLURM job. The fastest static "
     "setting goes beside it, as FILE-static (FILE-dynamic where a static one is recommended).",
     "FILE.flags|.sbatch",
+    callback=lambda ctx, parameter, given: _only_one(given),
+    multiple=True,
 )
 @json_option
 @options_in(
@@ -128,6 +130,17 @@ def command(output: str | None, json: str | None, resume: str | None, **given: A
             look=starter.look(found.front[0]),
         )
         show_sweep(found, comparison, batch, line, console())
+
+
+def _only_one(given: Sequence[str]) -> str | None:
+    """Return the file of --output; two kinds of files invite to name both, and the first would be left out in silence.
+    InvalidInputError: there are several."""
+    if len(given) > 1:
+        raise InvalidInputError(
+            f"--output is given {len(given)} times ({', '.join(given)}), 1 is written: leave out the others "
+            "(--resume FILE keeps what is planned for a second sweep)"
+        )
+    return given[0] if given else None
 
 
 def _found(starter: Starter, policies: Sequence[str], steps: Progress, at_end: ExitStack) -> tuple[Sweep, Comparison]:

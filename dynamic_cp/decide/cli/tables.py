@@ -21,6 +21,10 @@ Progress = Callable[[int, int, str], None]
 """(steps done, steps in all, what comes next)."""
 
 
+def say_nothing(done: int, total: int, text: str) -> None:
+    """Take what a `Progress` is told where nobody watches."""
+
+
 def console() -> Console:
     """Return what writes to stdout; it honours NO_COLOR, COLUMNS and pipes."""
     from rich.console import Console
@@ -47,7 +51,7 @@ FIRST_LINE_S, EVERY_S = 10.0, 25.0
 def progress(what: str) -> Iterator[Progress]:
     """Show a bar on stderr while work runs, which leaves nothing behind; without a terminal a line now and then."""
     if sys.stderr is None:  # it was closed
-        yield lambda done, total, text: None
+        yield say_nothing
         return
     if not sys.stderr.isatty():
         with _lines(what) as steps:

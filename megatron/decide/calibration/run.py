@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from dynamic_cp.decide.calibration import Calibration, Measurements, Setup, calibrate
 from dynamic_cp.decide.calibration.measurements import SECTIONS
-from dynamic_cp.decide.cli.tables import console, make_table, progress
+from dynamic_cp.decide.cli.tables import console, make_table, progress, say_nothing
 from dynamic_cp.decide.files import write_json, write_text
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.models import catalog
@@ -121,7 +121,7 @@ def _measure(measured: Measurements, place: Place, kept: str) -> None:
             alone=place.num_ranks == 1,
             ranks_per_core=max(1.0, place.ranks_per_node / num_cores()),
         )
-        with progress("measuring") if place.rank == 0 else nullcontext(_say_nothing) as steps:
+        with progress("measuring") if place.rank == 0 else nullcontext(say_nothing) as steps:
             for index, name in enumerate(todo):
 
                 def tell(text: str, index: int = index, name: str = name) -> None:
@@ -134,10 +134,6 @@ def _measure(measured: Measurements, place: Place, kept: str) -> None:
         raise MemoryLimitError(
             f"{setup.device} ran out of memory with up to {setup.max_tokens} tokens: lower --max-tokens, or raise --tp"
         ) from error
-
-
-def _say_nothing(done: int, total: int, text: str) -> None:
-    pass
 
 
 def _show(calibration: Calibration, measured: Measurements, resumed: tuple[str, ...], given: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from dynamic_cp.decide.cli.options import Argument, Command, option, options_in
+from dynamic_cp.decide.cli.tables import progress
 from dynamic_cp.errors import UnsupportedFeatureError
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -80,9 +81,11 @@ def import_(folder: str, output: str, **model_and_layout: Any) -> None:
     DIR/model.flags has the flags that decide the model. A run with these and --load DIR starts at iteration 0 with a
     new optimizer. Whatever config.json says and the trainer does not have is refused by name.
     """
-    with _needs_torch():
-        from megatron.integrations.weights.importing import import_weights
-    _say(import_weights(folder, output, **model_and_layout))
+    with progress("importing") as steps:
+        with _needs_torch():
+            from megatron.integrations.weights.importing import import_weights
+        lines = import_weights(folder, output, **model_and_layout, steps=steps)
+    click.echo("\n".join(lines))
 
 
 @command.command(
@@ -131,12 +134,15 @@ def export(
     Any layout may have saved it, with or without optimizer. Rows of padding are left out, tied weights are written
     once.
     """
-    with _needs_torch():
-        from megatron.integrations.weights.exporting import export_adapters, export_weights
-    if adapter:
-        _say(export_adapters(checkpoint, output, like=like, vocab_size=vocab_size))
-        return
-    _say(export_weights(checkpoint, output, like=like, vocab_size=vocab_size, max_shard_bytes=max_shard_bytes))
+    with progress("exporting") as steps:
+        with _needs_torch():
+            from megatron.integrations.weights.exporting import export_adapters, export_weights
+        given: dict[str, Any] = {"like": like, "vocab_size": vocab_size}
+        if adapter:
+            lines = export_adapters(checkpoint, output, **given)
+        else:
+            lines = export_weights(checkpoint, output, **given, max_shard_bytes=max_shard_bytes, steps=steps)
+    click.echo("\n".join(lines))
 
 
 @contextlib.contextmanager
@@ -156,8 +162,3 @@ def _needs_torch() -> Iterator[None]:
                 f"weights needs torch, megatron-core and safetensors ({error}): "
                 "pip install 'megatron-dynamic-cp[train]'"
             ) from error
-
-
-def _say(lines: list[str]) -> None:
-    for line in lines:
-        click.echo(line)

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.decide import written
+from dynamic_cp.decide.cli.tables import Progress, say_nothing
 from dynamic_cp.errors import CheckpointError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import hugging_face
 from dynamic_cp.models.architecture import Architecture
@@ -111,7 +113,13 @@ class _Parts:
 
 
 def export_weights(
-    path: str, new: str, *, like: str | None = None, vocab_size: int | None = None, max_shard_bytes: int = 5 * 10**9
+    path: str,
+    new: str,
+    *,
+    like: str | None = None,
+    vocab_size: int | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    steps: Progress = say_nothing,
 ) -> list[str]:
     """Write the folder `new` of transformers out of a checkpoint, with adapters merged; return what to tell the user.
 
@@ -120,12 +128,14 @@ def export_weights(
         like: folder of transformers with the config.json and the tokenizer of this model; None: from the checkpoint.
         vocab_size: token ids; None: as `like` or the checkpoint says.
         max_shard_bytes: size of a file; memory holds one tensor at a time.
+        steps: is told how far it is.
 
     Raises:
-        DynamicCPError: the checkpoint is damaged, of a model that no family has, or not that of `like`; or `new` exists
-            or cannot be written; nothing is left then.
+        DynamicCPError: the checkpoint is damaged, of a model that no family has, or not that of `like`; this host has
+            too little memory; or `new` exists or cannot be written; nothing is left then.
     """
     output.check_new(new)
+    steps(0, 1, "digests")
     opened = _open(path, like, vocab_size)
     target, tensors = opened.target, opened.tensors
     parts = _Parts(opened.saved, tensors)
@@ -133,8 +143,15 @@ def export_weights(
     shards = shards_of(places, max_shard_bytes)
     dtype = _most_common((place.dtype, prod(place.shape)) for place in places.values())
     config = {**target.config, "torch_dtype": dtype}
+    output.check_host_holds(str(opened.folder), {fused.name: _num_bytes(opened, fused) for fused in tensors})
+    numbers = count()
+
+    def read(name: str) -> Tensor:
+        steps(next(numbers), len(places), name)
+        return parts.read(name)
+
     with output.new_folder(new) as partial:
-        write_shards(partial, shards, places, parts.read)
+        write_shards(partial, shards, places, read)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copied = [name for name in _COPIED if like is not None and (Path(like) / name).is_file()]
         for name in copied:
@@ -147,6 +164,12 @@ def export_weights(
         f"{dtype}, {target.shape.vocab_size} token ids"
         + (f"; copied from {like}: {', '.join(copied)}" if copied else ""),
     ]
+
+
+def _num_bytes(opened: _Opened, fused: Fused) -> int:
+    """Return the bytes of a tensor of the checkpoint; adapters are added to it in fp32."""
+    itemsize = opened.saved.saved[found_as(fused.name, opened.saved.saved)].dtype.itemsize
+    return prod(fused.shape) * (itemsize if opened.adapters is None else max(4, itemsize))
 
 
 def export_adapters(path: str, new: str, *, like: str | None = None, vocab_size: int | None = None) -> list[str]:
@@ -262,6 +285,6 @@ def _check_tensors(folder: Path, saved: CheckpointTensors | MergedTensors, tenso
 def _most_common(numbers: Iterable[tuple[_T, int]]) -> _T:
     """Return the type of most numbers, of (type, numbers) of each tensor."""
     counts: dict[_T, int] = {}
-    for dtype, count in numbers:
-        counts[dtype] = counts.get(dtype, 0) + count
+    for dtype, number in numbers:
+        counts[dtype] = counts.get(dtype, 0) + number
     return max(counts, key=lambda dtype: counts[dtype])

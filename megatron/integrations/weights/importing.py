@@ -13,12 +13,15 @@ import json
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dynamic_cp.decide.cli.tables import Progress, say_nothing
 from dynamic_cp.decide.sweep.flags import model_flags
 from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
 from dynamic_cp.models import hugging_face
@@ -71,22 +74,39 @@ class Source:
 
 
 def import_weights(
-    path: str, new: str, *, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1, mtp_num_layers: int | None = None
+    path: str,
+    new: str,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    ep_size: int = 1,
+    mtp_num_layers: int | None = None,
+    steps: Progress = say_nothing,
 ) -> list[str]:
     """Write the checkpoint `new` out of the folder `path` of transformers; return what to tell the user.
 
     Args:
         mtp_num_layers: modules that predict further tokens; None: as config.json says.
         tp_size, pp_size, ep_size: of the run: whether the model can be split so. The checkpoint is the same for all.
+        steps: is told how far it is.
 
     Raises:
-        DynamicCPError: the folder cannot be converted, or `new` exists or cannot be written; nothing is left then.
+        DynamicCPError: the folder cannot be converted, this host has too little memory, or `new` exists or cannot be
+            written; nothing is left then.
     """
     output.check_new(new)
     source = read_source(path, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, mtp_num_layers=mtp_num_layers)
+    total, numbers = len(source.tensors), count()
+    output.check_host_holds(path, {fused.name: _num_bytes(source, fused) for fused in source.tensors})
+
+    def make(fused: Fused) -> Tensor:
+        steps(next(numbers), total, fused.name)
+        return source.make(fused)
+
     with output.new_folder(new) as folder:
         release = folder / checkpoint_files.RELEASE
-        checkpoint_tensors.write(release, source.tensors, source.dtypes, source.make, _common(source))
+        checkpoint_tensors.write(release, source.tensors, source.dtypes, make, _common(source))
+        steps(total, total, "digests")
         files = manifest.record_files(release, {})
         content = manifest.Manifest(iteration=0, run=_run_values(source), files=files)
         (release / manifest.NAME).write_bytes(manifest.encode(content))
@@ -267,8 +287,12 @@ def _run_values(source: Source) -> dict[str, Any]:
     return found
 
 
+def _num_bytes(source: Source, fused: Fused) -> int:
+    return source.dtypes[fused.name].itemsize * prod(fused.shape)
+
+
 def _report(source: Source, path: str, new: str) -> list[str]:
-    num_bytes = sum(source.dtypes[fused.name].itemsize * torch.Size(fused.shape).numel() for fused in source.tensors)
+    num_bytes = sum(_num_bytes(source, fused) for fused in source.tensors)
     types = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in source.dtypes.values()}))
     unread = [name for name in source.folder.places if name.startswith(source.unread)]
     num_modules = source.shape.mtp_num_layers + len(source.unread)

@@ -1,14 +1,18 @@
-"""A folder that is whole or not there: written under another name, which nothing reads, and renamed at the end."""
+"""A folder that is whole or not there: written under another name, which nothing reads, and renamed at the end. What
+its host cannot hold is refused before anything is read."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dynamic_cp.errors import CheckpointError, InvalidInputError
+import torch
+
+from dynamic_cp.errors import CheckpointError, InvalidInputError, MemoryLimitError
+from megatron.dynamic_cp.measuring.machine import free_bytes
 from megatron.trainer.checkpoints.checkpoint_files import explain_refused_write, is_refused_write, sync_folder
 
 
@@ -18,6 +22,27 @@ def check_new(output: str) -> None:
         raise InvalidInputError("--output is empty: give the name of a new folder")
     if os.path.lexists(output):
         raise InvalidInputError(f"--output {output} exists: give the name of a new folder, or remove it")
+
+
+def check_host_holds(where: str, num_bytes: Mapping[str, int]) -> None:
+    """Refuse weights of which a tensor does not fit into this host's memory beside what it is made of.
+
+    Args:
+        where: the weights.
+        num_bytes: tensor -> its bytes.
+
+    Raises:
+        MemoryLimitError: with both numbers and the remedy.
+    """
+    name = max(num_bytes, key=num_bytes.__getitem__)
+    needed, free = 2 * num_bytes[name], free_bytes(torch.device("cpu"), swaps=True)
+    if free is not None and needed > free:
+        raise MemoryLimitError(
+            f"{where}: {name} and what it is made of need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB of this host are "
+            "free: end what takes its memory, or convert on a host with more",
+            needed_bytes=needed,
+            free_bytes=free,
+        )
 
 
 @contextlib.contextmanager

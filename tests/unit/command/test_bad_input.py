@@ -315,6 +315,10 @@ RECOMPUTED = ["simulate", *LENGTHS, "--gpus", "1", "--model", "llama-3-70b"]
     [
         (["simulat"], "there is no command 'simulat': did you mean simulate?"),
         (["plan", "--lengths", "x.txt"], "Missing option '--lanes'"),
+        (
+            ["sweep", *DRAWN, "--gpus", "8", "--output", "a.flags", "--output=a.sbatch"],
+            "--output is given 2 times (a.flags, a.sbatch), 1 is written: leave out",
+        ),
         (["report", "--output", "r.html"], "Missing option '--lengths' (or '--run DIR' for a training run)"),
         (["report", "--output", "r.html", "--run", "folder.npy"], "was the run started with --dynamic-cp-dump?"),
         (["lengths", "folder.npy", "--tokenizer", "."], "--tokenizer reads text files, folder.npy is not one"),

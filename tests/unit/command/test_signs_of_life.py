@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,19 @@ import pytest
 from dynamic_cp import __version__
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli import tables
+from dynamic_cp.decide.cli.app import COMMANDS, TRAINING_COMMANDS
+from dynamic_cp.decide.first_day import command as first_day
+from dynamic_cp.decide.first_day.day import PARTS, Part, State
 from dynamic_cp.decide.sweep import SweepJob, sweep
 from dynamic_cp.decide.sweep import search as race
 from dynamic_cp.decide.sweep.journal import Journal
 from dynamic_cp.decide.sweep.search import SweepEndedError
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.plans.serialize import dumps
+from dynamic_cp.types import Topology
 from tests.unit.command.test_sweep import JOB, SPACE
+from tests.unit.support import plan_of
 
-COMMAND = [sys.executable, "-m", "dynamic_cp.decide.cli"]
 WORDS = (
     "sweep --lengths sft_short --global-batch-size 8 --batches 2 --gpus 8 --tp 4 --pp 1 --recompute none --jobs 1 "
     "--max-tokens-per-rank 2048,4096 --policy dynamic,balanced"
@@ -49,6 +56,46 @@ def test_without_a_terminal_a_line_says_now_and_then_how_far_it_is(
     assert 4 <= len(lines) <= 13
     time.sleep(0.2)
     assert capsys.readouterr().err == "", "it ends with the work"
+
+
+INSTANT = {"hardware", "completion"}
+OF_RANKS = {"profile"}
+NOT_THERE = "--lengths nowhere.txt"
+READING = {
+    "lengths": "lengths nowhere.txt",
+    "plan": f"plan {NOT_THERE} --lanes 2",
+    "check": "check plan.json --lengths nowhere.txt",
+    "simulate": f"simulate {NOT_THERE} --lanes 2",
+    "sweep": f"sweep {NOT_THERE} --gpus 2",
+    "trace": "trace --run nowhere --output trace.json",
+    "report": "report --run nowhere --output report.html",
+    "doctor": "doctor --quick",
+    "first-day": "first-day --output day --ranks 2",
+    "weights": "weights import nowhere --output new",
+}
+"""Command -> words with which it soon ends, most while it reads its input."""
+
+
+def test_every_command_shows_that_it_lives_from_its_input_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert set(READING) | INSTANT | OF_RANKS == {*COMMANDS, *TRAINING_COMMANDS}
+    (tmp_path / "plan.json").write_text(dumps(plan_of([[(0, 1)]], Topology(num_lanes=1))))
+    monkeypatch.chdir(tmp_path)
+    shown: list[str] = []
+
+    @contextmanager
+    def lines(what: str) -> Iterator[tables.Progress]:
+        shown.append(what)
+        yield tables.say_nothing
+
+    monkeypatch.setattr(tables, "_lines", lines)
+    monkeypatch.setattr(first_day, "_gpus", list)
+    monkeypatch.setattr(Part, "run", lambda part, timeout_s: State(inputs="", seconds=1.0, why="nothing ran"))
+    for name, words in READING.items():
+        shown.clear()
+        assert cli.main(words.split()) == (0 if name == "doctor" else 2)
+        assert len(shown) == (len(PARTS) if name == "first-day" else 1), (name, capsys.readouterr().err)
 
 
 def test_a_sweep_says_what_is_tried_and_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
