@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dynamic_cp.decide.longer_alone import plan_longer_alone
 from dynamic_cp.decide.plan_in_memory import plan_in_memory
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.models import hugging_face
@@ -151,6 +152,31 @@ class PlanArrays:
         self._check_place(lane, micro_batch)
         return bool(self.first_lane[micro_batch, lane] == lane)
 
+    def packs(self) -> list[list[list[int]]]:
+        """Return [lane][micro-batch] -> indices of its samples, for loops whose micro-batches all need one.
+
+        A place that the plan leaves empty takes the shortest sample of its lane's fullest pack, or of any lane's.
+
+        Raises:
+            InvalidInputError: fewer samples than places, or buckets of several lanes, whose samples are not one lane's.
+        """
+        places = self.num_lanes * self.num_microbatches
+        if len(self.sample_order) < places or self.cp_size.max() > 1:
+            raise InvalidInputError(
+                f"{len(self.sample_order)} samples at CP sizes up to {self.cp_size.max()} leave some of {places} "
+                "places without a pack of its own: give max_cp_size=1, and more samples or fewer lanes"
+            )
+        lanes = range(self.num_lanes)
+        rows = [[self.samples_of(lane, index).tolist() for index in range(self.num_microbatches)] for lane in lanes]
+        for row in rows:
+            while [] in row:
+                several = [one for one in row if one[1:]] or [one for other in rows for one in other if one[1:]]
+                donor = max(several, key=len)
+                shortest = min(donor, key=self.padded_seqlen_of_sample.__getitem__)
+                donor.remove(shortest)
+                row[row.index([])] = [shortest]
+        return rows
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the plan: the arrays are rebuilt, read-only, where it is loaded."""
         return plan_arrays, (self.planned,)
@@ -189,6 +215,7 @@ def plan_lengths(
     policy: str = "dynamic",
     distributed_optimizer: bool = True,
     check_memory: bool = True,
+    overlong: Literal["error", "alone"] = "error",
 ) -> PlanArrays:
     """Return the fastest legal plan of one global batch, by simulation, as arrays; a pure function of its arguments.
 
@@ -212,18 +239,22 @@ def plan_lengths(
         distributed_optimizer: the optimizer state is sharded over the lanes.
         check_memory: refuse a plan that needs more memory than `hardware` has, with weights and gradients of the whole
             model (or its TP and PP part) on every lane. False: your loop holds less, as with FSDP or adapters.
+        overlong: what becomes of a sample that max_tokens_per_rank and the largest CP size do not hold. "error": it is
+            refused. "alone": it runs in a pack of its own above the limit, which all other packs keep.
 
     Raises:
         InvalidInputError: an argument that is none of these; the message names it.
         MemoryLimitError: the plan, or the smallest limit, does not fit in memory, with both numbers. Hardware that
             does not say how much it has is not checked.
-        InfeasibleSampleError: a sample longer than the largest allowed CP group holds, with both numbers.
+        InfeasibleSampleError: a sample longer than the largest allowed CP group holds, with both numbers; see overlong.
         UnsupportedFeatureError: a model whose shape is not known, or no exchange that can serve a sample.
 
     Example: on 4 lanes, at most 4096 tokens a rank, a sample of 9000 tokens needs all 4 lanes (CP 4).
     """
     lengths = _checked(seqlens)
     limit_from_memory = max_tokens_per_rank == "auto"
+    if overlong not in ("error", "alone") or (overlong == "alone" and masks is not None):
+        raise InvalidInputError(f"overlong is {overlong!r}: give 'error', or without masks 'alone'")
     if isinstance(max_tokens_per_rank, str) and not limit_from_memory:
         raise InvalidInputError(f"max_tokens_per_rank is {max_tokens_per_rank!r}: give tokens, or 'auto'")
     shape = _model(model)
@@ -255,9 +286,11 @@ def plan_lengths(
         data_parallel=SHARDED if _switch("distributed_optimizer", distributed_optimizer) else _WHOLE,
     )
     try:
-        planned, _ = plan_in_memory(
-            batch, problem, limit_from_memory=limit_from_memory, check_memory=_switch("check_memory", check_memory)
-        )
+        check_memory = _switch("check_memory", check_memory)
+        if overlong == "alone" and not limit_from_memory:
+            planned = plan_longer_alone(batch, problem, check_memory=check_memory)
+        else:
+            planned, _ = plan_in_memory(batch, problem, limit_from_memory=limit_from_memory, check_memory=check_memory)
     except MemoryLimitError as error:
         raise MemoryLimitError(
             f"{error}; where your loop holds less than Megatron's, give tokens and check_memory=False", **error.details

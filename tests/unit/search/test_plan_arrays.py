@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.pricing.allowed import allowed_cp_sizes
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import PlanOptions, Problem, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 
@@ -95,24 +99,69 @@ def test_arrays_say_what_the_plan_says(
     assert sorted(seen) == list(range(len(seqlens)))
 
 
-def test_fewer_samples_than_lanes() -> None:
-    plan = planned([30, 20], num_lanes=7)
-    assert plan.num_microbatches == 1
-    assert set(plan.sample_order) == {0, 1}
-    empty = [lane for lane in range(7) if not len(plan.samples_of(lane, 0))]
-    assert empty
-    assert all(plan.padded_seqlens_of(lane, 0).tolist() == [1] for lane in empty)
+@settings(max_examples=20)
+@given(
+    seqlens=st.lists(st.integers(1, 1000), min_size=1, max_size=30),
+    num_lanes=st.integers(1, 9),
+    max_cp_size=st.sampled_from((1, 4)),
+    pp_size=st.sampled_from((1, 2)),
+)
+def test_a_longer_sample_runs_alone_and_all_others_keep_the_limit(
+    seqlens: list[int], num_lanes: int, max_cp_size: int, pp_size: int
+) -> None:
+    largest = min(max_cp_size, 1 << (num_lanes.bit_length() - 1))
+    changes = {"num_lanes": num_lanes, "max_cp_size": largest, "pp_size": pp_size}
+    plan = planned(seqlens, **changes, overlong="alone")
+    inner = plan.planned.plan
+    check_plan(inner, samples_of(seqlens))
+    for bucket in inner.buckets:
+        is_alone = len(bucket.samples) == 1 and bucket.num_tokens > 256 * largest
+        assert is_alone or rank_tokens(bucket, 1) <= 256
+    prices = tiny_cost_model(inner.topology, max_tokens_per_rank=inner.max_tokens_per_rank, bytes_per_element=2)
+    assert plan.predicted_s == pytest.approx(simulate(inner, prices).iteration_s)
+    if max(seqlens) <= 256 * largest:
+        assert plan.digest == planned(seqlens, **changes).digest
 
 
-def test_no_context_parallelism_where_none_is_allowed() -> None:
-    seqlens = np.random.default_rng(0).integers(1, 250, 40)
-    plan = planned(seqlens, max_cp_size=1)
-    assert (plan.cp_size == 1).all()
-    assert plan.num_microbatches > 1
-    tokens = np.zeros(plan.cp_size.shape)
-    np.add.at(tokens, (plan.micro_batch_of_sample, plan.first_lane_of_sample), seqlens)
-    assert tokens.max() <= 256
-    assert tokens.sum() == seqlens.sum()
+def test_lanes_beside_a_longer_sample_do_the_rest() -> None:
+    plan = planned([700] + [100] * 240, num_lanes=4, max_cp_size=1, overlong="alone")
+    assert plan.imbalance < 1.1
+    packs = plan.packs()
+    assert sorted(sample for row in packs for pack in row for sample in pack) == list(range(241))
+    assert {len(row) for row in packs} == {plan.num_microbatches}
+    assert all(pack and (pack == [0] or len(pack) <= 2) for row in packs for pack in row)
+    with pytest.raises(InvalidInputError, match="3 samples at CP sizes up to 1 leave some of 6 places"):
+        planned([200, 200, 30], max_cp_size=1).packs()
+
+
+SLIMES = (
+    ((0,), (14,), (11, 15), (6, 9, 10, 12)), ((1,), (7,), (2, 4, 8), (3, 5, 13)),
+)  # fmt: skip
+"""What `build_dp_schedule` of slime 624b824 makes of LENGTHS: [rank][micro-batch], cap 8192, FLOPs balanced twice."""
+LENGTHS = [15000, 9000, 700, 4000, 3500, 300, 2000, 8000, 1500, 800, 200, 5000, 2500, 1200, 6000, 400]
+
+
+def test_packs_on_the_page_are_as_slimes_and_not_slower() -> None:
+    page = (Path(__file__).parents[3] / "docs/how-to/other-loops.md").read_text(encoding="utf-8")
+    (code,) = (one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "PlannedPacker" in one)
+    theirs: dict[str, Any] = {}
+    exec(code, theirs)
+    config, sizes = {"dp_size": 2, "cp_size": 1}, {"global_batch_size": 16, "rollout_indices": range(16)}
+    found = theirs["build_dp_schedule"](SimpleNamespace(max_tokens_per_gpu=8192), config, LENGTHS, **sizes)
+    partitions, indices, *numbers = found
+    assert numbers == [[len(indices[0])], [16]]
+    rows = [[[part[at] for at in one] for one in row] for part, row in zip(partitions, indices, strict=True)]
+    assert [[at for one in row for at in one] for row in indices] == [list(range(len(part))) for part in partitions]
+    assert all(len(pack) == 1 or sum(LENGTHS[one] for one in pack) <= 8192 for row in rows for pack in row)
+    options = PlanOptions(max_tokens_per_rank=15000, cp_comm_types=("p2p",))
+    names = {"model": load_model("qwen2.5-7b"), "hardware": load_hardware("h100")}
+    price = CostModel(Problem(topology=Topology(num_lanes=2), options=options, **names)).duration_ns
+    packs = [[[LENGTHS[one] for one in pack] for pack in row] for row in (*rows, *SLIMES)]
+    ranks = [sum(price(1, 0, sum(one), sum(length**2 for length in one)) for one in row) for row in packs]
+    assert max(ranks[:2]) <= max(ranks[2:])
+    bins = theirs["PlannedPacker"]()._pack_implementation(LENGTHS)
+    assert sorted(sample for pack in bins for sample in pack) == list(range(16))
+    assert max(sum(LENGTHS[one] for one in pack) for pack in bins) <= 16384
 
 
 def test_lists_arrays_and_tensors_give_one_plan() -> None:
@@ -121,6 +170,7 @@ def test_lists_arrays_and_tensors_give_one_plan() -> None:
     digests = {planned(given).digest for given in (seqlens, tuple(seqlens), np.array(seqlens, np.int32))}
     digests.add(planned(torch.tensor(seqlens)).digest)
     digests.add(planned(seqlens, num_lanes=np.int64(6), max_tokens_per_rank=np.int32(256)).digest)
+    digests.add(planned(seqlens, sequence_parallel=np.bool_(False)).digest)
     assert len(digests) == 1
 
 
@@ -138,12 +188,6 @@ def test_travels_as_a_pickle_and_cannot_be_changed() -> None:
             one.cp_size[0, 0] = 7
         with pytest.raises(ValueError, match="read-only"):
             one.sample_order[0] = 7
-
-
-def test_numpys_own_truth_values_are_pythons() -> None:
-    """JSON, of which a digest is made, does not know them."""
-    plans = [planned([500, 3], tp_size=2, sequence_parallel=on) for on in (True, np.bool_(True))]
-    assert plans[0].digest == plans[1].digest != planned([500, 3], tp_size=2).digest
 
 
 def test_a_sample_too_long_is_named_with_both_numbers_and_your_argument() -> None:
@@ -173,6 +217,8 @@ def test_a_sample_too_long_is_named_with_both_numbers_and_your_argument() -> Non
         ([3], {"max_tokens_per_rank": "auto"}, "hardware 'tiny' gives no hbm_bytes.*: give max_tokens_per_rank"),
         ([3], {"distributed_optimizer": 1}, "distributed_optimizer is 1, True or False"),
         ([3], {"check_memory": "no"}, "check_memory is 'no', True or False"),
+        ([3], {"overlong": "drop"}, "overlong is 'drop': give 'error'"),
+        ([3], {"overlong": "alone", "masks": "full"}, "without masks 'alone'"),
         ([3], {"max_cp_size": 8}, "max_cp_size is 8, the largest group of 6 lanes has 4: give at most 4"),
         ([3], {"min_cp_size": 4, "max_cp_size": 2}, "lower min_cp_size"),
         ([3], {"cp_comm_types": "ring"}, "'ring' is unknown"),
