@@ -260,7 +260,7 @@ def show_ended(
     best: Mapping[str, Point], num_batches: int, line: Sequence[str], resume: str | None, out: Console
 ) -> None:
     """Print what a sweep that was ended has found: its policies are not compared, as each has come elsewhere."""
-    out.print(heading("Ended before all settings were tried"), Text("so far:" if best else "nothing was planned yet"))
+    out.print(heading("Ended before all settings were tried:"), Text("so far" if best else "nothing was planned yet"))
     if best:
         columns: list[Column[tuple[str, Point]]] = [
             Column("policy", lambda one: one[0]),

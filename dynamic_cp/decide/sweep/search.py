@@ -134,8 +134,9 @@ def sweep(
         MemoryLimitError: nothing fits; the message counts why.
         InvalidInputError: hardware without a size of memory.
     """
-    candidates, refused = _candidates(space, job, policies)
-    race = _Race(space, job, candidates, refused, progress or (lambda done, total, text: None), journal)
+    progress = progress or (lambda done, total, text: None)
+    candidates, refused = _candidates(space, job, policies, progress)
+    race = _Race(space, job, candidates, refused, progress, journal)
     try:
         return _won(race, space, job, num_processes, with_other_prices)
     except (KeyboardInterrupt, SystemExit) as error:
@@ -202,12 +203,14 @@ def _recommended(best: Mapping[str, Point]) -> str:
 
 
 def _candidates(
-    space: Space, job: SweepJob, policies: Sequence[str]
+    space: Space, job: SweepJob, policies: Sequence[str], progress: Progress
 ) -> tuple[dict[str, list[Setting]], dict[str, Counter[Refused]]]:
     """Return the settings of each policy, and what cannot run."""
     candidates: dict[str, list[Setting]] = {policy: [] for policy in policies}
     refused: dict[str, Counter[Refused]] = {policy: Counter() for policy in policies}
-    for layout in layouts_of(space, job.model):
+    layouts = tuple(layouts_of(space, job.model))
+    for number, layout in enumerate(layouts):
+        progress(number, len(layouts), "memory of layouts")
         known: dict[tuple[str | bool, Any], tuple[Setting, ...] | Refused] = {}
         for policy in policies:
             if isinstance(layout, Refused):
