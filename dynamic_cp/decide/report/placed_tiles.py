@@ -188,6 +188,6 @@ def _describe(
     panel.set_xticks(ticks, [format_tokens(tick) for tick in ticks])
     panel.set_yticks(ticks, [format_tokens(tick) for tick in ticks])
     if row == num_rows - 1:
-        panel.set_xlabel("key")
+        panel.set_xlabel("key (tokens)")
     if is_first:
-        panel.set_ylabel("query")
+        panel.set_ylabel("query (tokens)")
