@@ -5,6 +5,7 @@ import ast
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -226,6 +227,8 @@ MAMBA_MORE = ModelVariant(
 )
 
 VARIANTS = {one.name: one for one in list(vars().values()) if isinstance(one, ModelVariant)}
+OF_HEADS = (".A_log", ".dt_bias", ".softmax_offset")
+"""Ends of names of parameters with a number for each head, whose gradient is a sum over all tokens."""
 HYBRIDS = tuple(one for one in VARIANTS.values() if one.pattern or "experimental_attention_variant" in one.config)
 
 
@@ -398,7 +401,10 @@ def _use_norms_of_1_more(layers: list[Any]) -> type:
 def reference_step(
     variant_name: str, samples: tuple[Sample, ...], num_layers: int, windows: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank."""
+    """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank.
+
+    "terms" of OF_HEADS say how large a gradient is about if those of samples do not cancel out.
+    """
     variant = VARIANTS[variant_name]
     initialize_model_parallel()
     of_config = dict(windows)
@@ -424,6 +430,9 @@ def reference_step(
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     if variant in HYBRIDS:
         model.double()  # gradients of single heads are sums of terms that cancel: float32 alone is 2e-6 off
+    squares = {name: torch.zeros_like(p) for name, p in model.named_parameters() if name.endswith(OF_HEADS)}
+    for name, sums in squares.items():
+        model.get_parameter(name).register_hook(partial(_add_square, sums))
     losses = {}
     for sample in samples:
         values = read_sample(sample)
@@ -436,7 +445,12 @@ def reference_step(
     return {
         "initial": initial, "gradients": gradients, "losses": losses, "num_tokens": sum(num_tokens),
         "expert_biases": moved_expert_biases(model, config),
+        "terms": {name: sums.sqrt() / sum(num_tokens) for name, sums in squares.items()},
     }  # fmt: skip
+
+
+def _add_square(sums: torch.Tensor, of_sample: torch.Tensor) -> None:
+    sums += of_sample.square()
 
 
 def moved_expert_biases(model: GPTModel, config: TransformerConfig) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

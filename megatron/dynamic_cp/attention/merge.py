@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_of
 from megatron.dynamic_cp.attention.kernels.merging import SUM_DTYPE, merge_into
-from megatron.dynamic_cp.attention.packs import Pack
+from megatron.dynamic_cp.attention.packs import Pack, exact_dtype
 
 
 class _Selected:
@@ -95,9 +95,10 @@ def with_offset(out_THD: Tensor, lse_HT: Tensor, offset_H: Tensor) -> tuple[Tens
 
 
 def offset_gradient(offset_H: Tensor, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor) -> Tensor:
-    """Return the gradient of the offset of `with_offset`, float32 [heads]."""
-    share_TH = torch.exp(offset_H.to(SUM_DTYPE) - lse_TH)
-    return -(share_TH * (grad_THD.to(SUM_DTYPE) * out_THD.to(SUM_DTYPE)).sum(dim=-1)).sum(dim=0)
+    """Return the gradient of the offset of `with_offset`, [heads]."""
+    exact = exact_dtype(grad_THD)
+    share_TH = torch.exp(offset_H.to(exact) - lse_TH)
+    return -(share_TH * (grad_THD.to(exact) * out_THD.to(exact)).sum(dim=-1)).sum(dim=0)
 
 
 class RowGradients:
@@ -126,7 +127,7 @@ class RowGradients:
         return rows
 
     def offset_gradient(self, offset_H: Tensor) -> Tensor:
-        """Return the gradient of `RowSums.add_offset`'s offset, float32 [heads]."""
+        """Return the gradient of `RowSums.add_offset`'s offset, [heads]."""
         grad_THD, _, out_THD, lse_TH = self.tensors
         return offset_gradient(offset_H, grad_THD, out_THD, lse_TH)
 

@@ -187,6 +187,11 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def exact_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of what heads sum over tokens: float64 on a CPU, elsewhere float32 at least."""
+    return torch.float64 if x.device.type == "cpu" else torch.promote_types(x.dtype, torch.float32)
+
+
 def dense_heads(x_THD: Tensor) -> Tensor:
     """Return the tensor with contiguous head widths, as kernels read it; usually the same tensor."""
     return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()

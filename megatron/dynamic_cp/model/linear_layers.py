@@ -28,6 +28,7 @@ from torch.nn.functional import silu, softplus
 
 from megatron.dynamic_cp.attention.linear.layer import computed_again
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
+from megatron.dynamic_cp.attention.packs import exact_dtype
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.adapters import NAME, OUTER
@@ -292,8 +293,8 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
         self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams, again: Callable[..., Tensor]
     ) -> Tensor:
         alpha = sections["alpha"]
-        exact = torch.promote_types(alpha.dtype, torch.float32)
-        decay = -self.A_log.exp() * softplus(alpha.to(exact) + self.dt_bias)
+        exact = exact_dtype(alpha)
+        decay = -self.A_log.to(exact).exp() * softplus(alpha.to(exact) + self.dt_bias)
 
         def attend(*given: Tensor) -> Tensor:
             return gated_delta_net_thd(*given, params, self.sizes)
@@ -325,7 +326,7 @@ class DynamicCPMamba(LinearAttentionLayer):
         self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams, again: Callable[..., Tensor]
     ) -> Tensor:
         convolved = sections[TOGETHER]
-        exact = torch.promote_types(convolved.dtype, torch.float32)
+        exact = exact_dtype(convolved)
         steps = softplus(sections["dt"].to(exact) + self.dt_bias.to(exact))
 
         def attend(*given: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps, state_dtype
+from megatron.dynamic_cp.attention.packs import exact_dtype
 
 
 def computed_again(compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ class LinearLayer:
             q, k = (self._served(x) for x in self.kernel.normalize(keys).unbind())
             return Steps(q, k, values, decay, beta, scale=self.sizes.key_size**-0.5), values
         (step,) = gates
-        decay = -self.decay_rate_H.to(step.dtype).exp() * step
+        decay = -(self.decay_rate_H.to(exact_dtype(step)).exp() * step).to(step.dtype)
         key, query = (self._served(x) for x in keys.unbind())
         return Steps(query, key, _Weighted.apply(values, step, None), decay, None, scale=1.0), values
 

@@ -13,7 +13,7 @@ section 6.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,10 +73,9 @@ class RunBlocks(NamedTuple):
         order = np.argsort(longest)
         return cls(to_device(every, device), to_device(places, device), tuple(counts), to_device(order, device))
 
-    def cut(self, x_T: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [B, heads, L, ...] of [T, heads, ...], zeros where there is no row."""
-        padded = torch.cat((x_T, x_T.new_zeros((1, *x_T.shape[1:])))).to(dtype)
-        return padded[self.rows].transpose(1, 2)
+    def cut(self, x_T: Tensor) -> Tensor:
+        """Return float64 [B, heads, L, ...] of [T, heads, ...], zeros where there is no row."""
+        return torch.cat((x_T, x_T.new_zeros((1, *x_T.shape[1:])))).double()[self.rows].transpose(1, 2)
 
     def joined(self, x_BHL: Tensor) -> Tensor:
         """Return [T, heads, ...] of [B, heads, L, ...]."""
@@ -107,26 +106,24 @@ class _Products(NamedTuple):
     @classmethod
     def of(cls, steps: Steps, blocks: RunBlocks, *, only_state: bool) -> _Products:
         """Return them for all blocks at once."""
-        dtype = state_dtype(steps.v_THV.dtype)
-        k, values, decay = (blocks.cut(x, dtype) for x in (steps.k_THK, steps.v_THV, steps.decay_TH))
-        # Sums of a block are large, and what counts are small differences of them.
-        total = decay.to(torch.float64).cumsum(-1)
+        k, values, decay = (blocks.cut(x) for x in (steps.k_THK, steps.v_THV, steps.decay_TH))
+        total = decay.cumsum(-1)
         length = total.shape[-1]
         unseen = torch.ones(length, length, dtype=torch.bool, device=total.device).triu(1)
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(unseen, -torch.inf).exp().to(dtype)
-        since_start = total.exp()[..., None].to(dtype)
+        between = (total[..., :, None] - total[..., None, :]).masked_fill(unseen, -torch.inf).exp()
+        since_start = total.exp()[..., None]
         kept = (k * between[..., -1, :, None]).transpose(-1, -2)
         transitions, recalled = since_start[..., -1:, :], None
         if steps.beta_TH is not None:
-            beta = blocks.cut(steps.beta_TH, dtype)[..., None]
+            beta = blocks.cut(steps.beta_TH)[..., None]
             beta_k = beta * k
             system = beta_k @ k.transpose(-1, -2) * between  # the solver takes its diagonal for ones
             known = torch.cat((beta * values, beta_k * since_start), dim=-1)
             solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
             values, recalled = solved.split((values.shape[-1], k.shape[-1]), dim=-1)
-            same = torch.eye(k.shape[-1], dtype=dtype, device=k.device)
+            same = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
             transitions = transitions * same - kept @ recalled
-        q = None if only_state else blocks.cut(steps.q_THK, dtype) * steps.scale
+        q = None if only_state else blocks.cut(steps.q_THK) * steps.scale
         return cls(values, recalled, transitions, kept @ values, q, k, between, since_start)
 
     def output(self, states: Tensor) -> Tensor:
@@ -137,20 +134,20 @@ class _Products(NamedTuple):
 
 
 def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False) -> tuple[Tensor | None, Tensor]:
-    """See `recurrence.Scan`; computed in the dtype of states."""
+    """See `recurrence.Scan`. In float64: gradients of decays are small differences of large sums."""
     blocks = RunBlocks.of(runs)
     products = _Products.of(steps.by_head(), blocks, only_state=only_state)
     if state is None:
         current = products.own.new_zeros((len(runs.lengths), *products.own.shape[1:]))
     else:
-        current = torch.empty_like(state).index_copy(0, blocks.order, state)
+        current = torch.empty_like(state).index_copy(0, blocks.order, state).double()
     before, ended = [], []
     of_steps = zip(products.transitions.split(blocks.counts), products.own.split(blocks.counts), strict=True)
     for transition, own in of_steps:
         ended.append(current[len(own) :])
         before.append(current[: len(own)])
         current = applied(transition, before[-1]) + own
-    last = torch.cat((current, *reversed(ended))).index_select(0, blocks.order)
+    last = torch.cat((current, *reversed(ended))).index_select(0, blocks.order).to(state_dtype(steps.v_THV.dtype))
     if only_state:
         return None, last
     return blocks.joined(products.output(torch.cat(before))).to(steps.v_THV.dtype), last
@@ -158,7 +155,9 @@ def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = F
 
 def convolve(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, runs: Runs) -> Tensor:
     """See `recurrence.LinearKernel`: a sum of shifted rows, without those of other runs."""
-    positions = runs.once("positions", lambda: _positions(runs))
+    positions = runs.once(
+        "positions", lambda: to_device(np.concatenate([*map(np.arange, runs.lengths)]), runs.cu_seqlens.device)
+    )
     num_before = weight_CK.shape[1] - 1
     dtype = state_dtype(x_TC.dtype)
     x, weight = x_TC.to(dtype), weight_CK.to(dtype)
@@ -171,29 +170,10 @@ def convolve(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, runs: Runs)
     return functional.silu(total).to(x_TC.dtype)
 
 
-def _positions(runs: Runs) -> Tensor:
-    """Return the place of each row in its run, int64 [T]."""
-    positions = np.concatenate([np.arange(length) for length in runs.lengths])
-    return to_device(positions, runs.cu_seqlens.device)
+def normalize(x: Tensor) -> Tensor:
+    """See `recurrence.LinearKernel`."""
+    wide = x.to(state_dtype(x.dtype))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPSILON)).to(x.dtype)
 
 
-class _Normalized(torch.autograd.Function):
-    """Vectors of length 1. Backward needs the output, which the kernel saves, too, and one number for each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        wide = x.to(state_dtype(x.dtype))
-        scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPSILON)
-        normalized = (wide * scale).to(x.dtype)
-        ctx.save_for_backward(normalized, scale)
-        return normalized
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        normalized, scale = ctx.saved_tensors
-        wide, wide_grad = normalized.to(scale.dtype), grad.to(scale.dtype)
-        along = (wide * wide_grad).sum(-1, keepdim=True)
-        return (scale * (wide_grad - wide * along)).to(grad.dtype)
-
-
-PORTABLE = LinearKernel(name="portable", convolve=convolve, normalize=_Normalized.apply, scan=scan)
+PORTABLE = LinearKernel(name="portable", convolve=convolve, normalize=normalize, scan=scan)

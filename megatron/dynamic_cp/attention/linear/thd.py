@@ -163,7 +163,7 @@ def _in_its_way(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: D
                 f"{sample.mask_in_words} at {params.label}, and a state of linear attention has seen all tokens before "
                 "it: give samples no masks but those of responses and trees"
             )
-    gates = [gate.to(state_dtype(gate.dtype)) for gate in gates]
+    gates = [gate.to(state_dtype(x_TC.dtype)) for gate in gates]
     way = by_states if params.cp_group.size() == 1 else WAYS[params.state_exchange]
     with torch.autocast(x_TC.device.type, enabled=False):  # products of states are in their own type
         return way(layer, x_TC, gates, params)
