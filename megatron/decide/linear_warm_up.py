@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynamic_cp.types import LinearAttention, StateExchange
+from dynamic_cp.types import STATE_EXCHANGES, LinearAttention, ModelShape, PlanOptions, StateExchange
 from megatron.dynamic_cp.agreement.messages import all_gather_bytes
 from megatron.dynamic_cp.attention.linear.kernels import choose_linear_kernel
+from megatron.dynamic_cp.attention.linear.portable import PORTABLE
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
@@ -26,6 +28,27 @@ ROWS_OF_A_BUCKET = 65536
 """Vectors in a bucket of the norm's programs, which know each number of buckets (NB) as a shape of its own."""
 LANE_TOKENS = 1024, 1026
 """Programs are compiled for numbers that 16 divides, and for others."""
+
+
+def warm_up(
+    groups: DynamicCPGroups,
+    model: ModelShape,
+    options: PlanOptions,
+    tp_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
+    """Run each program of a model's layers of linear attention that plans with these options may meet; return a line
+    for the log, "" where there is none to tune. Collective over the job; each loop calls it before its first step.
+    """
+    if model.linear_attention is None:
+        return ""
+    sizes, way = model.linear_attention.of_rank(tp_size), options.state_exchange
+    if choose_linear_kernel(device, sizes) is PORTABLE:
+        return ""
+    ways, began = STATE_EXCHANGES if way == "auto" else (way,), time.perf_counter()
+    number = LinearWarmUp(sizes, dtype, device).run(groups, ways, options.max_tokens_per_rank)
+    return f"warm-up: {number} packs of linear attention in {time.perf_counter() - began:.1f} s"
 
 
 class LinearWarmUp:

@@ -1,5 +1,7 @@
 """After the warm-up of a hybrid no step meets a shape for which a program of flash-linear-attention is tuned.
 
+It is called as in a loop without Megatron, by `Lanes.build`.
+
 Triton is not needed: stand-ins of its functions note the shapes that are part of its programs' keys.
 """
 
@@ -14,14 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from dynamic_cp.types import STATE_EXCHANGES, LinearAttention, Topology
+from dynamic_cp.models.catalog import load_hardware
+from dynamic_cp.types import STATE_EXCHANGES, LinearAttention, ModelShape, PlanOptions, Problem, Topology
 from megatron.decide import linear_warm_up
-from megatron.decide.linear_warm_up import LinearWarmUp, agree_on_choices, tuned_programs
+from megatron.decide.linear_warm_up import agree_on_choices, tuned_programs
 from megatron.dynamic_cp.attention.linear import kernels, thd
-from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from tests.distributed.harness import initialize_model_parallel, run_ranks
+from megatron.integrations.outside import Lanes
+from tests.distributed.harness import run_ranks
 from tests.released_linear_kernels import RELEASED
 
 CPU = torch.device("cpu")
@@ -42,10 +46,16 @@ def shape_of(name: str, given: tuple[Any, ...], options: dict[str, Any]) -> tupl
     return name, q.shape[2], v.shape[2], q.shape[3], v.shape[3], options["initial_state"] is None
 
 
-def shapes_met(kind: str) -> tuple[set[Any], set[Any], int]:
-    """Return the shapes of the warm-up, those of steps behind it, and the packs of the warm-up."""
-    initialize_model_parallel()
-    sizes, met = LAYERS[kind], set[Any]()
+def shapes_met(kind: str) -> tuple[set[Any], set[Any], list[str]]:
+    """Return the shapes of the warm-up, those of steps behind it, and what the warm-up told."""
+    sizes, met, told = LAYERS[kind], set[Any](), list[str]()
+    model = ModelShape(
+        num_layers=3, hidden_size=64, ffn_hidden_size=64, num_attention_heads=1, num_query_groups=1, kv_channels=64,
+        vocab_size=8, linear_attention=sizes, layer_pattern="G*-" if kind == "gated_delta_net" else "M*-",
+    )  # fmt: skip
+    options = PlanOptions(max_tokens_per_rank=LIMIT, cp_comm_types=("a2a",))
+    problem = Problem(topology=Topology(num_lanes=4), model=model, hardware=load_hardware("h100"), options=options)
+    warm_up = linear_warm_up.warm_up
 
     def function(name: str) -> Any:
         def called(*given: Any, **options: Any) -> Any:
@@ -54,7 +64,6 @@ def shapes_met(kind: str) -> tuple[set[Any], set[Any], int]:
 
         return called
 
-    groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=60, exchanges=("a2a",))
     fla = mock.Mock(return_value=kernels.FLA)
     with (
         mock.patch.object(thd, "choose_linear_kernel", fla),
@@ -62,8 +71,9 @@ def shapes_met(kind: str) -> tuple[set[Any], set[Any], int]:
         mock.patch.object(kernels, "_function", function),
         mock.patch.object(linear_warm_up, "ROWS_OF_A_BUCKET", BUCKET_ROWS),
         mock.patch.object(linear_warm_up, "LANE_TOKENS", (8, 10)),
+        mock.patch.object(linear_warm_up, "warm_up", lambda *given: told.append(warm_up(*given)) or told[-1]),
     ):
-        number = LinearWarmUp(sizes, torch.float32, CPU).run(groups, STATE_EXCHANGES, LIMIT)
+        groups = Lanes.build(init_device_mesh("cpu", (4,)), problem, timeout_s=60).groups
         warm, met_later = set(met), set[Any]()
         met.clear()
         for first, size in groups.groups:
@@ -71,7 +81,7 @@ def shapes_met(kind: str) -> tuple[set[Any], set[Any], int]:
                 for lengths in ((LIMIT * size,), (8 * size, 2 * size, 30 * size), (4 * size,)):
                     step(sizes, groups.group(first, size), lengths, way)
         met_later |= met
-    return warm, met_later, number
+    return warm, met_later, told
 
 
 def step(sizes: LinearAttention, group: Any, lengths: tuple[int, ...], way: Any) -> None:
@@ -97,10 +107,10 @@ def step(sizes: LinearAttention, group: Any, lengths: tuple[int, ...], way: Any)
 def test_steps_meet_no_shape_that_the_warm_up_did_not(kind: str) -> None:
     """Six heads of three groups on four lanes: shares are of one and of two heads, and cut groups."""
     found = run_ranks(4, shapes_met, kind)
-    for warm, later, number in found:
+    for warm, later, (told,) in found:
         assert later - warm == set(), "would be tuned inside a step"
         assert len(later) > 6
-        assert number == 2 * (1 + 2 * 2), "two numbers of tokens alone, and by each way over two and four lanes"
+        assert "warm-up: 10 packs" in told, "two numbers of tokens alone, and by each way over two and four lanes"
     heads = {shape[2] for warm, _, _ in found for shape in warm if shape[0].startswith("chunk")}
     assert len(heads) > 2, "programs are tuned for each number of heads"
 

@@ -19,6 +19,7 @@ from megatron.core.utils import log_single_rank
 
 from dynamic_cp.errors import DataError
 from dynamic_cp.pricing.work import batch_flops
+from megatron.decide import linear_warm_up
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import collective_device, run_on_all_ranks
 from megatron.dynamic_cp.attention.linear.kernels import prepare_linear_kernel
@@ -100,12 +101,14 @@ class Session:
             hardware=first_hardware(planned.settings, self.device, layer_choice),
         )
         self.runtime = runtime.start()
+        of_ranks = theirs.tensor_model_parallel_size, theirs.params_dtype, self.device
         try:
             ready = self.runtime.warm_up()
+            tuned = linear_warm_up.warm_up(runtime.groups, runtime.model_shape, runtime.options, *of_ranks)
         except BaseException:
             self.runtime.close()
             raise
-        for line in (layer_choice.describe(), *self.runtime.describe(), ready):
+        for line in filter(None, (layer_choice.describe(), *self.runtime.describe(), ready, tuned)):
             log_single_rank(logger, logging.INFO, f"dynamic CP: {line}")
 
     def run_step(

@@ -5,6 +5,7 @@ A mesh of (dp, cp) is flattened: every micro-batch splits it anew, and gradients
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,10 +17,13 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, lane_plan
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Problem, Sample
+from megatron.decide import linear_warm_up
 from megatron.dynamic_cp.agreement.verify import agree, check_same_digest, run_on_all_ranks
 from megatron.dynamic_cp.attention.linear.kernels import prepare_linear_kernel
 from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_step
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,6 +87,9 @@ class Lanes:
             device=device,
             lane_ranks=flat.mesh.flatten().tolist(),
         )
+        tuned = linear_warm_up.warm_up(groups, problem.model, problem.options, 1, torch.bfloat16, device)
+        if tuned and groups.lane == 0:
+            logger.info("%s", tuned)
         return cls(mesh=flat, groups=groups, problem=problem, device=device)
 
     @property

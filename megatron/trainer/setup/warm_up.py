@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import MemoryLimitError
-from dynamic_cp.types import RING_ALONE, STATE_EXCHANGES, Attention, CpCommType, is_placed, needs_latents
+from dynamic_cp.types import RING_ALONE, Attention, CpCommType, is_placed, needs_latents
 from megatron.dynamic_cp.attention.thd import EXECUTORS
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, groups_of
 from megatron.dynamic_cp.flags.fp8 import token_alignment
@@ -176,14 +176,10 @@ def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
         ),
         limit,
     )
-    linear_attention = runtime.model_shape.linear_attention
-    if linear_attention is not None:
-        way = runtime.options.state_exchange
-        tuning = import_module("megatron.decide.linear_warm_up")  # no part of the core: asked for by name
-        linear = tuning.LinearWarmUp(linear_attention.of_rank(tp_size), config.params_dtype, device)
-        ways = STATE_EXCHANGES if way == "auto" else (way,)
-        began, number = time.perf_counter(), _within_memory(lambda: linear.run(groups, ways, limit), limit)
-        logger.info("warm-up: %d packs of linear attention in %.1f s", number, time.perf_counter() - began)
+    if runtime.model_shape.linear_attention is not None:
+        tune = import_module("megatron.decide.linear_warm_up").warm_up  # no part of the core: asked for by name
+        given = groups, runtime.model_shape, runtime.options, tp_size, config.params_dtype, device
+        logger.info("%s", _within_memory(lambda: tune(*given), limit))
     attended = time.perf_counter()
     with as_if_nothing_was_routed(chunks):
         _within_memory(lambda: run_chunks(config, chunks, built.wrapped, groups, limit, device), limit)
@@ -220,12 +216,14 @@ def run_chunks(
     """
     tp_size = config.tensor_model_parallel_size
     shares = tp_size if config.sequence_parallel else 1
-    num_tokens -= num_tokens % (shares * token_alignment(config))  # as plans do
+    seqlens = pack_of(
+        num_tokens - num_tokens % (shares * token_alignment(config)), 1, PACKED_SEQUENCES[0]
+    )  # as plans do
+    num_tokens = sum(seqlens)
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = (torch.get_rng_state(), torch.cuda.get_rng_state(), tracker.get_states())
     zeros = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
     for chunk, parallel in zip(chunks, wrapped, strict=True):
-        seqlens = _split(num_tokens)
         params = DynamicPackedSeqParams.build(
             seqlens,
             torch.cat([torch.arange(seqlen, device=device) for seqlen in seqlens]),
@@ -249,11 +247,6 @@ def run_chunks(
     torch.set_rng_state(states[0])
     torch.cuda.set_rng_state(states[1])
     tracker.set_states(states[2])
-
-
-def _split(num_tokens: int) -> tuple[int, ...]:
-    number = min(PACKED_SEQUENCES[0], num_tokens)
-    return tuple(num_tokens // number + (index < num_tokens % number) for index in range(number))
 
 
 def _within_memory(compute: Callable[[], T], limit: int) -> T:
