@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from dynamic_cp.types import Bucket, Plan, Sample
 from examples.torch_device_mesh import problem_for
 from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel
 from megatron.integrations.outside import Lanes
+from megatron.integrations.post_training import torch_passes
 from megatron.integrations.post_training.caller_order import OUTPUTS, CallerOrder, Columns, PassOutputs
 from megatron.integrations.post_training.losses import ResponseLoss, TokenLoss, check_loss
 from megatron.integrations.post_training.megatron_passes import MegatronPasses, TokenOutputs, add_value_head
@@ -247,7 +249,9 @@ def run_plain_loop(samples: tuple[Sample, ...], expected: dict[str, Any]) -> tup
     columns = post_training.columns_of(samples)
     for name, loss in expected["losses"].items():
         wrapped.zero_grad()
-        result = passes.train(step, samples, columns, post_training.LOSSES[name][0])
+        with mock.patch.object(torch_passes, "to_device", wraps=torch_passes.to_device) as copied:
+            result = passes.train(step, samples, columns, post_training.LOSSES[name][0])
+        assert copied.call_count == 1, "masks of all micro-batches go to the device together"
         errors[name] = loss.error(result.loss)
         for parameter_name, parameter in wrapped.named_parameters():
             wanted = expected["gradients"][name][parameter_name]

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from dynamic_cp.types import Sample
+from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.data.micro_batches import micro_batches
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.integrations.outside.lanes import Lanes, LaneStep
@@ -106,7 +107,8 @@ class TorchPasses:
         order, of_lane = agreed_order(samples, step.plan, self.lanes.device)
         checked = agreed_columns(order, columns, loss, step.plan, self.lanes.device, self.names)
         sizes = [len(micro_batch.places) for micro_batch in of_lane]
-        counts = count_tokens(order, of_lane, step.packed.loss_mask.split(sizes), self.lanes.device)
+        masks = to_device(step.packed.loss_mask.numpy(), self.lanes.device).split(sizes)
+        counts = count_tokens(order, of_lane, masks, self.lanes.device)
         objective = Objective.of(loss, checked, counts)
         coming = iter(of_lane)
 
