@@ -16,7 +16,9 @@ from dynamic_cp.decide.doctor import Check, version_of
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import LinearAttention
 from dynamic_cp.types.linear_attention import LINEAR_KINDS, LinearKind
-from megatron.dynamic_cp.attention.te.support import NEWEST, release_of, untested
+from megatron.dynamic_cp.attention.kernels.flash import why_not as why_no_flash
+from megatron.dynamic_cp.attention.te.support import NEWEST, choose_kernel, installed_flash_attn, release_of, untested
+from megatron.dynamic_cp.flags.fp8 import CAPABILITIES, why_no_device
 from megatron.dynamic_cp.repairs import releases, triton_imports
 
 _STORE_TIMEOUT_S = 10
@@ -29,6 +31,7 @@ def checks() -> Iterator[Check]:
     yield _megatron_core()
     yield _psutil()
     yield _apex()
+    yield attention()
     yield hybrids()
     yield _store()
 
@@ -137,6 +140,25 @@ def table_of_versions() -> list[str]:
         words = "yes" if len(trained) == len(LINEAR_KINDS) else "no: Triton"
         rows.append(f"| torch {one.torch} | {one.triton} | {one.cuda} | {words} |")
     return rows
+
+
+def attention() -> Check:
+    """Return which kernels of attention this machine's GPUs have, of torch and of TransformerEngine."""
+    name = "attention kernels"
+    if not torch.cuda.device_count():
+        return Check(name, "ok", "torch's for CPU ranks")
+    device, capability = torch.device("cuda", 0), torch.cuda.get_device_capability(0)
+    local = why_no_flash(device, torch.bfloat16, 128)
+    found = ["flash of torch" if local is None else f"no flash of torch: it {local}"]
+    kernel = None
+    if version := releases.engine_version():
+        flash_attn = installed_flash_attn(capability, release_of(version))
+        kernel, obstacle = choose_kernel("auto", capability, flash_attn=flash_attn)
+        found.append(f"TransformerEngine's {kernel}" if kernel else obstacle)
+        lacking = [why for one in CAPABILITIES if (why := why_no_device(one, capability, torch.version.cuda))]
+        found.append("; ".join(lacking) or "FP8 by each recipe")
+    is_fast = local is None or kernel is not None
+    return Check(name, "ok" if is_fast else "note", "; ".join(found), "" if is_fast else "docs/GPU.md#versions")
 
 
 def hybrids() -> Check:

@@ -267,6 +267,8 @@ def test_a_triton_that_cannot_train_is_named_at_start(kind: str, monkeypatch: py
         assert why_not(version, (8, 0)) is why_not(version, (10, 0)) is None
     assert all(why_not(version) is None for version in ("3.3.1", "3.7.1", "3.8.0"))
     assert why_not("3.2.0", (8, 0)) == "needs Triton 3.3 or newer, 3.2.0 is installed: docs/GPU.md#versions"
+    modules["fla.ops.simple_gla"] = mock.Mock(side_effect=AssertionError("FLA_TRIL_PRECISION must be one of 'ieee'"))
+    assert "cannot be imported (FLA_TRIL_PRECISION must be" in str(why_not("3.7.1"))
     kernels.choose_linear_kernel.cache_clear()
     installed.update(triton="3.6.0", capability=(9, 0), tilelang=False)
     with pytest.raises(UnsupportedFeatureError, match="find no kernel: flash-linear-attention refuses to train"):

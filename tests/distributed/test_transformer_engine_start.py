@@ -185,6 +185,7 @@ def test_the_page_has_the_table_of_the_code() -> None:
         ({"capability": A100}, ["sm80", "sm90", "flash-attn", "install", "--transformer-impl local"]),
         ({"capability": WORKSTATION}, ["sm120", "flash-attn"]),
         ({"capability": (7, 0), "flash_attn": 2}, ["sm70", "sm80"]),
+        ({"repeats": "0"}, ["NVTE_ALLOW_NONDETERMINISTIC_ALGO=0", "on sm90: unset it", "flash-attn", "impl local"]),
         ({"capability": A100, "flash_attn": 2, "attention_backend": "fused"},
          ["--attention-backend fused", "sm80", "auto"]),
         ({"attention_backend": "flash"}, ["--attention-backend flash", "flash-attn", "auto"]),
@@ -195,8 +196,11 @@ def test_the_page_has_the_table_of_the_code() -> None:
         ({"kv_channels": 264}, ["up to 256", "264"]),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_refused_if_it_was_asked_for(changed: dict, said: list[str]) -> None:
+def test_what_cannot_be_used_is_refused_if_it_was_asked_for(
+    changed: dict, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {"exchange": "p2p", "version": "2.11.0", **GPU, **changed}
+    monkeypatch.setenv(te_support.REPEATS, settings.pop("repeats", "1"))
     with pytest.raises(UnsupportedFeatureError) as error:
         chosen_layers("transformer_engine", **settings)
     assert all(part in str(error.value) for part in said), str(error.value)
@@ -403,6 +407,20 @@ def test_a_version_that_is_newer_than_tests_is_told_of() -> None:
         check = doctor._apex()
     assert check.state == "note"
     assert check.detail == "transformer_engine 2.21.0, newer than 2.20, up to which tests go"
+
+
+def test_the_doctor_names_kernels_that_a_device_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for of, name, value in ((torch.cuda, "device_count", 1), (torch.cuda, "get_device_capability", H100),
+                            (releases, "engine_version", "2.20.2"), (doctor, "why_no_flash", None)):  # fmt: skip
+        monkeypatch.setattr(of, name, lambda *given, value=value: value)
+    assert doctor.attention().detail.startswith("flash of torch; TransformerEngine's cuDNN; --fp8-recipe mxfp8 needs")
+    monkeypatch.setattr(doctor, "why_no_flash", lambda *given: "needs torch 2.7")
+    monkeypatch.setenv(te_support.REPEATS, "0")
+    check = doctor.attention()
+    assert (check.state, check.detail.count("no flash of torch: it needs torch 2.7; TransformerEngine has no")) == (
+        "note",
+        1,
+    )
 
 
 BROKEN = {

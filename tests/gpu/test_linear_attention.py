@@ -57,7 +57,9 @@ def test_hybrids_with_layers_of_transformer_engine(
 ) -> None:
     version, why_missing = installed_version()
     obstacle = why_not_installed(torch.cuda.get_device_capability(DEVICE), version, why_missing)
-    obstacle = obstacle or (why_no_device("tensorwise", torch.cuda.get_device_capability(DEVICE)) if in_fp8 else None)
+    obstacle = obstacle or (
+        why_no_device("tensorwise", torch.cuda.get_device_capability(DEVICE), None) if in_fp8 else None
+    )
     if obstacle is not None:
         pytest.skip(obstacle)
     engine = "--transformer-impl transformer_engine"

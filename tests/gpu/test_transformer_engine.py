@@ -208,7 +208,7 @@ def in_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "delayed"])
 def test_the_trainer_computes_in_fp8(recipe: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """A short run with products in FP8 learns as one in bfloat16; skipped where the device has not the recipe."""
-    reason = why_no_device(recipe, torch.cuda.get_device_capability())
+    reason = why_no_device(recipe, torch.cuda.get_device_capability(), torch.version.cuda)
     if reason is not None:
         pytest.skip(reason)
     expected = request.getfixturevalue("in_bfloat16")

@@ -93,12 +93,26 @@ def test_configurations_are_checked_too() -> None:
         ({"version": None, "why_missing": "no such module"}, "--fp8-format is for TransformerEngine's layers, and"),
         ({"capability": None}, "and TransformerEngine needs CUDA devices, this run trains on the CPU"),
         ({"multi_latent_attention": True}, "and latent attention .* is checked with local layers only"),
-        ({"fp8_recipe": "mxfp8"}, r"mxfp8 needs compute capability 10\.0, this device has 9\.0: use --fp8-rec"),
+        (
+            {"fp8_recipe": "mxfp8"},
+            r"mxfp8 needs compute capability 10\.0 to 11\.0, this device has 9\.0: use --fp8-rec",
+        ),
+        (
+            {"fp8_recipe": "mxfp8", "capability": (12, 0), "flash_attn": 2},
+            r"to 11\.0, this device has 12\.0: use --fp8-",
+        ),
+        (
+            {"fp8_recipe": "blockwise", "cuda": "12.8"},
+            r"blockwise needs CUDA 12\.9, this torch has 12\.8 .*: use --fp8-",
+        ),
         ({"capability": (8, 0), "flash_attn": 2}, r"tensorwise needs .* 8\.9, this device has 8\.0: leave --fp8"),
     ],
 )
-def test_fp8_never_falls_back_to_local_layers(changed: dict[str, Any], says: str) -> None:
+def test_fp8_never_falls_back_to_local_layers(
+    changed: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {**H100, "version": "2.11.0", "fp8": "hybrid", "fp8_recipe": "tensorwise", **changed}
+    monkeypatch.setattr(torch.version, "cuda", given.pop("cuda", None))
     with pytest.raises(UnsupportedFeatureError, match=says):
         chosen_layers(None, "auto", **given)
 

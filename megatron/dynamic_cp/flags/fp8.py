@@ -26,7 +26,7 @@ GATHERS_ANYTHING_SINCE = (2, 14)
 channels for each tensor-parallel rank, and warns (`distributed.py`); before, layers assert it
 (`Float8BlockQuantizer.is_quantizable`). Products alone need 16: `CanonicalizeGemmInput`."""
 CAPABILITIES = MappingProxyType({"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "delayed": (8, 9)})
-"""Recipe -> oldest compute capability. Source: TransformerEngine 2.11, `pytorch/fp8.py`, its `check_*_support`."""
+"""Recipe -> oldest compute capability. Source, also of `_lacking`: TransformerEngine 2.9 to 2.20, `check_*_support`."""
 DEFAULT_RECIPE = "delayed"
 """As in Megatron-LM."""
 
@@ -111,14 +111,21 @@ def why_not_gathered(recipe: str, hidden_size: int, release: tuple[int, int]) ->
     )
 
 
-def why_no_device(recipe: str, capability: tuple[int, int]) -> str | None:
-    """Return why a device of a compute capability (major, minor) cannot compute by a recipe, None if it can."""
-    needed = CAPABILITIES[recipe]
-    if capability >= needed:
+def why_no_device(recipe: str, capability: tuple[int, int], cuda: str | None) -> str | None:
+    """Return why a device of a compute capability (major, minor) cannot compute by a recipe with this CUDA (None: any),
+    None if it can."""
+    lacks = {name: lacking for name in CAPABILITIES if (lacking := _lacking(name, capability, cuda))}
+    if recipe not in lacks:
         return None
-    others = [name for name, least in CAPABILITIES.items() if capability >= least]
+    others = [name for name in CAPABILITIES if name not in lacks]
     instead = f"use {RECIPE_FLAG} {' or '.join(others)}" if others else f"leave {FLAG} out"
-    return (
-        f"{RECIPE_FLAG} {recipe} needs compute capability {needed[0]}.{needed[1]}, this device has "
-        f"{capability[0]}.{capability[1]}: {instead}"
-    )
+    return f"{RECIPE_FLAG} {recipe} needs {lacks[recipe]}: {instead}"
+
+
+def _lacking(recipe: str, capability: tuple[int, int], cuda: str | None) -> str:
+    (major, minor), up_to = CAPABILITIES[recipe], " to 11.0" * (recipe == "mxfp8")
+    if capability < (major, minor) or (up_to and capability >= (12, 0)):
+        return f"compute capability {major}.{minor}{up_to}, this device has {capability[0]}.{capability[1]}"
+    if recipe == "blockwise" and cuda is not None and [*map(int, cuda.split("."))] < [12, 9]:
+        return f"CUDA 12.9, this torch has {cuda} (docs/GPU.md#versions)"
+    return ""

@@ -75,7 +75,7 @@ def why_not(device: torch.device, sizes: LinearAttention) -> str | None:
     for name, module in FUNCTIONS.items():
         try:
             missing = not hasattr(import_module(module), name)
-        except ImportError as error:
+        except (ImportError, RuntimeError, ValueError, AssertionError) as error:  # it also reads its variables
             return f"cannot be imported ({error}); {_INSTALL}"
         if missing:
             return f"lacks {name} in {module}; {_INSTALL}"
@@ -91,7 +91,7 @@ def why_not_triton(installed: str, capability: tuple[int, int], sizes: LinearAtt
         return f"needs Triton {OLDEST_TRITON} or newer, {installed} is installed: docs/GPU.md#versions"
     if capability[0] != 9 or not first <= release < behind or (sizes.has_delta_rule and find_spec("tilelang")):
         return None
-    tilelang = ", or pip install tilelang" if sizes.has_delta_rule else ", which tilelang does not help here"
+    tilelang = ", or pip install tilelang beside CUDA's nvcc" if sizes.has_delta_rule else ", tilelang is no help here"
     return (
         f"refuses to train {sizes.kind} on a Hopper GPU with Triton {installed}, whose gradients would be wrong: take "
         f"Triton {REFUSED_TRITON[1]} or newer (torch 2.13 brings it){tilelang}; docs/GPU.md#versions"

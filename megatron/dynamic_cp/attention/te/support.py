@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -40,6 +41,8 @@ NOT_FUSED: frozenset[Capability] = frozenset({(12, 0)})
 FLASH_4_OVER_LANES_SINCE = (2, 19)
 """First version of TransformerEngine that computes over a CP group with flash-attn 4."""
 
+REPEATS = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+"""0: TransformerEngine 2.19 and newer have no cuDNN for packs whose heads * sequences * longest^2 reach 2^30."""
 NO_FLASH_ATTN = "no flash-attn that it accepts is installed (pip install flash-attn)"
 Release = tuple[int, int]
 OLDEST: Release = (2, 9)
@@ -80,6 +83,8 @@ def choose_kernel(backend: str, capability: Capability, *, flash_attn: FlashAttn
         flash = NO_FLASH_ATTN
     if capability < FUSED_SINCE or capability in NOT_FUSED:
         fused = f"cuDNN needs sm90 or sm100, {device}"
+    elif capability == FUSED_SINCE and os.environ.get(REPEATS, "1") == "0":
+        fused = f"with {REPEATS}=0 cuDNN needs memory by the square of lengths for packs on sm90: unset it"
     if fused is None and backend != "flash":  # preferred where both are there
         return "cuDNN", ""
     if flash is None and backend != "fused":
@@ -260,7 +265,7 @@ def _local_layers(needs: LayerNeeds, obstacle: str, version: str | None) -> Laye
 
 def _check_te_computes(needs: LayerNeeds, capability: Capability, version: str) -> None:
     if needs.fp8_recipe is not None:
-        why = why_no_device(needs.fp8_recipe, capability)
+        why = why_no_device(needs.fp8_recipe, capability, importlib.import_module("torch").version.cuda)
         if needs.gathered_hidden_size is not None:
             why = why or why_not_gathered(needs.fp8_recipe, needs.gathered_hidden_size, release_of(version))
         if why is not None:
