@@ -64,6 +64,7 @@ def tables_of(section: str, runs: Sequence[Run], results: Sequence[Modelled]) ->
             "backtest-spread": errors.spread_markdown(results),
             "backtest-sentence": errors.sentence_markdown(results),
             "backtest-kernels": peaks.kernels_markdown(results),
+            "backtest-waits": errors.waits_markdown(results),
             "backtest-causes": causes.markdown(causes.measure(runs)),
             "backtest-pairs": errors.pairs_markdown(results),
             "backtest-steps": errors.steps_markdown(results),

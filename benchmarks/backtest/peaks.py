@@ -15,12 +15,10 @@ from typing import Any
 
 from benchmarks.backtest.errors import spread
 from benchmarks.backtest.runs import FILE, Run, read_runs
-from benchmarks.backtest.steps import Modelled, modelled, plan_of, problem_of, slower
+from benchmarks.backtest.steps import Modelled, modelled, slower, stages_of
 from benchmarks.planner.report import percent, table
-from dynamic_cp.memory.memory_model import MemoryModel, StageMemory
+from dynamic_cp.memory.memory_model import StageMemory
 
-LOGITS_OF_FUSED_LOSS = 0.25
-"""Two bytes of a logit, of eight: --cross-entropy-loss-fusion with TransformerEngine's kernel overwrites them."""
 SLOWEST = 0.4
 """Rate of attention over that of the hardware file in the slowest published runs with sequences of 32k and more."""
 OF_OTHER_KERNELS = ("long context, other kernels", "long context, FP8")
@@ -42,7 +40,7 @@ class Peak:
     @property
     def last_stage(self) -> StageMemory:
         """What the model says of the last stage."""
-        return MemoryModel(problem_of(self.run)).peak(plan_of(self.run))[-1]
+        return stages_of(self.run)[-1]
 
 
 def read_peaks(path: Path = FILE) -> tuple[Peak, ...]:
@@ -59,8 +57,7 @@ def read_peaks(path: Path = FILE) -> tuple[Peak, ...]:
 
 def allocated_gb(stage: StageMemory) -> float:
     """Return what torch allocates of a stage, in 2^30 bytes."""
-    held = stage.total_bytes - stage.communicators_bytes - (1 - LOGITS_OF_FUSED_LOSS) * stage.logits_bytes
-    return held / 2**30
+    return (stage.total_bytes - stage.communicators_bytes) / 2**30
 
 
 def markdown(peaks: Sequence[Peak]) -> str:
@@ -70,7 +67,7 @@ def markdown(peaks: Sequence[Peak]) -> str:
         stage = peak.last_stage
         ratios.append(allocated_gb(stage) / peak.gigabytes)
         state = stage.weights_bytes + stage.gradients_bytes + stage.optimizer_bytes
-        parts = (state, stage.activations_bytes, LOGITS_OF_FUSED_LOSS * stage.logits_bytes)
+        parts = (state, stage.activations_bytes, stage.logits_bytes)
         cells = [f"{part / 2**30:.1f}" for part in parts]
         said = f"{peak.gigabytes:.1f}", f"{allocated_gb(stage):.1f}"
         rows.append([peak.name, peak.run.layout, *said, *cells, f"{ratios[-1]:.2f}", f"[card]({peak.source})"])

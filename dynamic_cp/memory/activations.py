@@ -32,8 +32,8 @@ Sequence parallelism also splits the first line. Full recomputation keeps only t
 of layers, and needs such a unit in full while it runs backward. Where it leaves out layers of a chunk, these keep all,
 and are done with when the first layer is computed again. Selective recomputation of the attention drops the
 log-sum-exp, or of linear attention what was convolved, what kernels get besides and the states, of the MLP of dense
-layers the inputs and output of its activation function, of experts what they keep, of the norms what these have put out
-(half of the first line).
+layers the inputs and output of its activation function, of experts what they keep or that output alone, of the norms
+what these have put out (half of the first line), of latents the queries, keys and values projected up from them.
 """
 
 from __future__ import annotations
@@ -137,32 +137,34 @@ def activation_bytes(
     query = layer.query_size * element / tp_size
     # With fewer KV heads than TP ranks every rank keeps a whole head.
     keys_and_values = 2 * max(layer.kv_size / tp_size, layer.kv_channels) * element
-    # Of two or three inner widths one is what a product takes.
-    inner = element - (element - product) / (3 if model.gated_linear_unit else 2)
+    widths = 3 if model.gated_linear_unit else 2  # of which one is what a product takes
+    inner = element - (element - product) / widths
     mlp = layer.mlp_kept_channels * inner / tp_size
     routed = model.imbalance(topology.ep_size) * element / tp_size
     log_sum_exp = _FP32_BYTES * layer.num_attention_heads / tp_size
-    gate = layer.gate_size * (_FP32_BYTES + element) / tp_size
-    more = layer.more_kept_channels * element / topology.sequence_shares
     linear = _linear_bytes(layer.linear_attention, element, tp_size)
-    inputs_of_halves = layer.halves * residual + layer.halves * hidden
-    copied = layer.query_size * options.fp8 / tp_size
-    whole = inputs_of_halves + 2 * query + copied + keys_and_values + gate + mlp + log_sum_exp + more + linear.kept
-    of_mlp = "moe" if layer.num_experts else "mlp"
-    core = log_sum_exp + linear.dropped
-    dropped = {"core_attn": core, "mlp": 0.0, "moe": 0.0, "layernorm": layer.halves * hidden} | {of_mlp: mlp}
-    dropped["gdn_norm_out"] = linear.normed
-    of_copies = product * layer.routed_channels, inner * (layer.routed_kept_channels - layer.routed_channels)
-    routed_kept = model.imbalance(topology.ep_size) / tp_size * sum(of_copies)
+    split = (layer.gate_size * (_FP32_BYTES + element) + layer.query_size * options.fp8) / tp_size
+    split += 2 * query + keys_and_values + log_sum_exp + mlp + linear.kept
+    whole = split + layer.halves * (residual + hidden) + layer.more_kept_channels * element / topology.sequence_shares
+    dropped = {
+        "core_attn": log_sum_exp + linear.dropped,
+        "layernorm": layer.halves * hidden,
+        "gdn_norm_out": linear.normed,
+        "mla_up_proj": (query + keys_and_values) * (layer.latent_size > 0),
+        "moe" if layer.num_experts else "mlp": mlp,
+    }
     is_full, repeated = options.recompute == "full", options.repeated
+    of_experts = layer.routed_kept_channels - layer.routed_channels
+    inner -= product / widths * (not is_full and "moe_act" in repeated)
+    routed_kept = routed / element * (product * layer.routed_channels + inner * of_experts)
     unit = options.recompute_layers.num_layers if options.recomputes_all else 1
     logits = (2 * element + _FP32_BYTES) * model.vocab_size / tp_size
     others = 1.0 - recomputed_share  # keep all that they compute
     inputs = recomputed_share * residual / unit
-    kept = others * whole + inputs if is_full else whole - sum(dropped[name] for name in sorted(repeated))
+    kept = others * whole + inputs if is_full else whole - sum(dropped.get(name, 0.0) for name in sorted(repeated))
     # The layer that runs has what it computes again; a log-sum-exp is lost in the rounding of all this.
     small = frozenset() if linear.kept else {"core_attn"}
-    again = unit * whole if is_full else sum(dropped[name] for name in sorted(repeated - small))
+    again = unit * whole if is_full else sum(dropped.get(name, 0.0) for name in sorted(repeated - small))
     routed_again = unit * routed_kept if "moe" in repeated else 0.0
     routed_kept *= others if "moe" in repeated else 1.0
     if others:  # by then at least one whole layer is done with

@@ -62,20 +62,17 @@ def edges_s_per_token(problem: Problem) -> tuple[float, float, float, float]:
     )
 
 
-def tensor_s_per_token(problem: Problem, *, overlaps: bool = True) -> float:
+def tensor_s_per_token(problem: Problem) -> float:
     """Return the seconds of one layer's TP collectives per token of a rank, the same forward and backward.
 
     Forward needs two all-reduces, or with sequence parallelism two all-gathers and two reduce-scatters: the same bytes,
     of which all-gathers send half as many in FP8. Backward mirrors them; the all-gathers of sequence parallelism that
     it repeats run behind GEMMs. Where collectives overlap with GEMMs, a part of them stays exposed.
-
-    Args:
-        overlaps: the layer's collectives do where the options say so; those of linear attention do not.
     """
     options, hardware = problem.options, problem.hardware
     row_bytes = problem.model.hidden_size * options.element_bytes.activation
     gathers_fp8 = options.fp8 and problem.topology.sequence_parallel
-    exposed = hardware.tp_overlap_exposed_fraction if options.tp_comm_overlap and overlaps else 1.0
+    exposed = hardware.tp_overlap_exposed_fraction if options.tp_comm_overlap else 1.0
     return 2 * exposed * (0.75 if gathers_fp8 else 1.0) * _collective_s(row_bytes, hardware, problem.topology)
 
 

@@ -107,22 +107,23 @@ class StagePrices:
         self._recomputed_share = problem.recomputed_share([heaviest])
         layers = stage.sum(lambda layer: layer.halves / 2)
         own_weights = stage.sum(lambda layer: layer.linear_weights - layer.expert_weights)
-        self._mlp_share = stage.sum(lambda layer: layer.mlp_weights) / own_weights
-        self._moe_share = stage.sum(lambda layer: layer.moe_weights) / own_weights
         # In bf16 the rate of GEMMs has what filling and emptying a tile takes; in FP8 that is a larger share.
         narrow = (hardware.expert_extra_channels - problem.hardware.expert_extra_channels) / model.hidden_size
         self._linear_s_per_token = 2 * own_weights / hardware.linear_flops_per_s / topology.tp_size * (1 + narrow)
         # Half of a layer's collectives are those of its MLP; routed experts need none, shared ones do.
         routed_only = stage.sum(lambda layer: layer.num_experts > 0 and not layer.mlp_kept_channels)
         dense = stage.sum(lambda layer: layer.mlp_weights > 0)
-        mlps = stage.sum(lambda layer: layer.mlp_weights > 0 or layer.num_experts > 0)
-        tensor_s, linear_layers = tensor_s_per_token(problem), stage.linear_attention.num_layers
-        self._tensor_s_per_token = (layers - 0.5 * (routed_only + linear_layers)) * tensor_s
-        self._tensor_s_per_token += 0.5 * linear_layers * tensor_s_per_token(problem, overlaps=False)
-        self._mlp_tensor_s_per_token = 0.5 * dense * tensor_s
-        self._moe_tensor_s_per_token = 0.5 * (mlps - dense - routed_only) * tensor_s
+        shared = stage.sum(lambda layer: layer.num_experts > 0 and layer.mlp_kept_channels > 0)
+        tensor_s = tensor_s_per_token(problem)
+        self._tensor_s_per_token = (layers - 0.5 * routed_only) * tensor_s
         cast = cast_s(stage.sum(lambda layer: _cast_channels(layer, model.hidden_size)), problem)
         self._copying_s_per_token = copying_s_per_token(stage, problem) + cast
+        weights = {
+            "mlp": (stage.sum(lambda layer: layer.mlp_weights), 0.5 * dense * tensor_s),
+            "moe": (stage.sum(lambda layer: layer.moe_weights), 0.5 * shared * tensor_s + self._copying_s_per_token),
+            "mla_up_proj": (stage.sum(lambda layer: layer.up_weights + model.q_lora_rank * layer.query_size), 0.0),
+        }  # of what is computed again, and seconds per token of its collective and of copying
+        self._again = [(both[0] / own_weights, both[1]) for name, both in weights.items() if name in self._repeated]
         self.experts = expert_prices(stage, problem, self._recomputed_share)
         self.expert_lanes, self.imbalance = topology.expert_lanes, model.imbalance(topology.ep_size)
         ahead = stage.sum(lambda layer: model.hidden_size * (layer.query_size + layer.gate_size + 2 * layer.kv_size))
@@ -252,12 +253,8 @@ class StagePrices:
                 backward = backward.plus(attention.linear)
                 kinks += attention.kinks
                 host_back_s += attention.host_s + self._host_attention_s
-            if "mlp" in self._repeated:  # one of a layer's two collectives is that of its MLP
-                of_mlp = Linear(0.0, self._mlp_tensor_s_per_token / cp_size)
-                backward = backward.plus(linear, self._mlp_share).plus(of_mlp)
-            if "moe" in self._repeated:
-                of_moe = Linear(0.0, (self._moe_tensor_s_per_token + self._copying_s_per_token) / cp_size)
-                backward = backward.plus(linear, self._moe_share).plus(of_moe)
+            for share, token_s in self._again:
+                backward = backward.plus(linear, share).plus(Linear(0.0, token_s / cp_size))
         if self.expert_lanes == 1:
             forward, backward = (
                 own.plus(_expert_line(price, cp_size, 1.0, self.imbalance))

@@ -115,29 +115,25 @@ def test_settings_of_a_run_reach_the_prices() -> None:
     assert modelled(fp8).iteration_s < modelled(run).iteration_s
 
 
-OF_80_GB = (
-    *("Llama-3.1-8B, 8 GPUs", "Llama-3.1-8B, 128 GPUs", "Llama-3.1-70B, 64 GPUs", "405B, 7 layers", "405B, 21 layers"),
-    *("405B, PP9", "405B, PP8", "Nemotron-4 15B, 16 GPUs", "Nemotron-4 340B", "GPT-3 175B", "Llama-3-70B SFT"),
-    *("Grok-1, 2 layers", "Grok-1, 8 layers", "Grok-1 314B", "GPT-OSS-120B, MBS 1"),
-)
-"""H100 of 80 GB in layouts of their own."""
-
-
 @pytest.mark.nightly
-def test_published_runs_fit_as_they_were_run() -> None:
-    refused = [name for name in OF_80_GB if modelled(run_of(name)).is_refused]
-    assert len(OF_80_GB) == 15
-    assert len(refused) <= 2, refused
-    in_fp32 = [run_of(name) for name in OF_80_GB]
-    in_fp32 = [replace(run, source=replace(run.source, flags=())) for run in in_fp32]
-    assert sum(modelled(run).is_refused for run in in_fp32) >= 5, "what they were run with no longer matters"
+def test_runs_would_not_fit_without_what_their_sources_say() -> None:
+    """That they fit as they were run is a limit of the command."""
+    runs = [run for run in read_runs() if run.group == "dense" and run.split == "fitted"]
+    in_fp32 = [modelled(replace(run, source=replace(run.source, flags=()))).is_refused for run in runs]
+    assert sum(in_fp32) >= 5, "what they were run with no longer matters"
 
 
 def test_a_run_that_is_known_to_fail_is_refused() -> None:
-    """Its page: out of memory on fewer than 16 GPUs."""
+    """By its page out of memory on fewer than 16 GPUs; by Megatron-Bridge's study of 2026-08-12 unless experts are
+    recomputed (norms and activation functions failed in what CUDA graphs hold)."""
     run = run_of("Nemotron-4 15B, 16 GPUs")
     assert not modelled(run).is_refused
     assert modelled(replace(run, gpus=8, global_batch_size=32)).is_refused
+    flags = ("cross_entropy_loss_fusion", "grad_reduce_in_bf16")
+    fp8 = run_of("Nemotron-3-Nano, FP8")
+    run = replace(fp8, source=replace(fp8.source, flags=flags), precision="bf16", global_batch_size=16)
+    for names, fails in ((), 1), (("core_attn",), 1), (("moe_act",), 1), (("moe",), 0), (("moe", "layernorm"), 0):
+        assert modelled(replace(run, recompute_modules=names)).is_refused == fails
 
 
 def test_what_a_source_had_switched_on_reaches_memory() -> None:

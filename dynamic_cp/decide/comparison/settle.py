@@ -58,13 +58,15 @@ def _known(comparison: Comparison, name: str) -> Iterator[Way]:
     """Yield how a price of `sweep.evaluate.PRICE_SETS` is known; nothing where both settings have to be run."""
     if "links" in name:
         yield _links(comparison)
-    elif "attention" in name and is_of_local_layers(comparison.hardware_name):
-        what = f"attention: on 1 GPU, about {_PROFILE_MIN} minutes; then --hardware {_FILE}"
+    elif ("attention" in name or "host" in name) and is_of_local_layers(comparison.hardware_name):
+        what = f"attention and the host: on 1 GPU, about {_PROFILE_MIN} minutes; then --hardware {_FILE}"
         yield Way(what, ("dynamic-cp profile", *_of_profile(comparison)))
     elif "static jobs alone" in name:
         yield Way("TP collectives: if your static job runs without --tp-comm-overlap, leave this price out")
     elif "TP collectives" in name:
         yield Way("TP collectives: pretrain_gpt.py has no --tp-comm-overlap: for its jobs leave this price out")
+    elif "experts" in name:
+        yield Way("dispatcher of experts: leave out what your job does not have; pretrain_gpt.py has all-to-all alone")
     elif "gradients" in name:
         yield Way("gradients: a job with --overlap-grad-reduce and --overlap-param-gather may leave this price out")
 

@@ -22,6 +22,7 @@ from dynamic_cp.pricing.linear_prices import core_flops_per_s
 from dynamic_cp.search.search import plan_batch
 from dynamic_cp.setting import STATIC_POLICIES, Setting
 from dynamic_cp.types import Hardware
+from dynamic_cp.types.experts import Dispatcher
 
 _SLACK = 0.97
 """Lowers a pipeline's bound, which is the least over only those numbers of micro-batches that were tried."""
@@ -96,8 +97,7 @@ Counted = Callable[[Callable[[Setting, SweepJob], Point | Refused], Sequence[Set
 
 _NUM_SETTINGS = 3
 """Number of settings of each policy that are planned again."""
-_ATTENTION_ERROR = 1.3
-"""In published long-context runs attention of a CP group is as fast as priced or up to 2.8 times slower (in FP8)."""
+_FASTER_ATTENTION = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +122,29 @@ def _with_linear_attention(job: SweepJob, factor: float) -> SweepJob:
     return replace(job, hardware=replace(job.hardware, linear_attention_flops_per_s=rate))
 
 
+def _with_experts(job: SweepJob, dispatcher: Dispatcher, overlapped: bool) -> SweepJob:
+    """Return the job whose tokens travel to experts so; unchanged if the model has none."""
+    if job.model.experts is None:
+        return job
+    experts = replace(job.model.experts, dispatcher=dispatcher, overlapped=overlapped)
+    return replace(job, model=replace(job.model, experts=experts))
+
+
 _ATTENTION = [name for name in Hardware.__slots__ if name.startswith("attention") and name.endswith("flops_per_s")]
+_HOST = [name for name in Hardware.__slots__ if name.startswith("host_") or name == "overhead_s_per_bucket_stage"]
 _LINKS = [name for name in Hardware.__slots__ if "bandwidth" in name and name != "memory_bandwidth_bytes_per_s"]
 
 PRICE_SETS = (
     PriceSet("TP collectives overlapped in all jobs", lambda job: replace(job, tp_overlap="all")),
     PriceSet("TP collectives overlapped in static jobs alone", lambda job: replace(job, tp_overlap="static")),
-    PriceSet("attention 30% slower", lambda job: _with_hardware(job, 1 / _ATTENTION_ERROR, _ATTENTION)),
-    PriceSet("attention 30% faster", lambda job: _with_hardware(job, _ATTENTION_ERROR, _ATTENTION)),
+    PriceSet("attention half as fast", lambda job: _with_hardware(job, 0.5, _ATTENTION)),
+    PriceSet("attention 30% faster", lambda job: _with_hardware(job, _FASTER_ATTENTION, _ATTENTION)),
     PriceSet("linear attention half as fast", lambda job: _with_linear_attention(job, 0.5)),
     PriceSet("linear attention twice as fast", lambda job: _with_linear_attention(job, 2.0)),
+    PriceSet("the host half as fast", lambda job: _with_hardware(job, 2.0, _HOST)),
     PriceSet("links half as fast", lambda job: _with_hardware(job, 0.5, _LINKS)),
+    PriceSet("all-to-all between experts", lambda job: _with_experts(job, "alltoall", False)),
+    PriceSet("HybridEP between experts, overlapped", lambda job: _with_experts(job, "hybridep", True)),
     PriceSet(
         "gradients reduced in the open",
         lambda job: replace(

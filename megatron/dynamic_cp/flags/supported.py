@@ -179,7 +179,7 @@ def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
     names = ["core_attn"] if given is None else list(dict.fromkeys(given))
     has_experts = num_experts(config) is not None
     has_norm = kind_of(config) == GATED_DELTA_NET
-    absent = {*(["moe"] if not has_experts else ()), *(["gdn_norm_out"] if not has_norm else ())}
+    absent = {"moe_act", "mla_up_proj", *(() if has_experts else ["moe"]), *(() if has_norm else ["gdn_norm_out"])}
     possible = [name for name in RECOMPUTE_MODULES if name not in absent]
     for name in names:
         if name not in possible:

@@ -73,7 +73,7 @@ def layout_of(config: Any) -> dict[str, Any]:
 
 def options_of(config: Any) -> dict[str, Any]:
     """Return what of `PlanOptions` a configuration says: recomputation and bytes. Selective recomputation beyond
-    `RECOMPUTE_MODULES` (activations, up-projections of latents) is not priced.
+    `RECOMPUTE_MODULES` (shared experts) is not priced.
     """
     has_bf16 = any(getattr(config, name, False) for name in ("bf16", "fp16"))
     options: dict[str, Any] = {

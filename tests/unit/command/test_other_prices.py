@@ -17,7 +17,7 @@ from dynamic_cp.decide.sweep.evaluate import PRICE_SETS
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.setting import Setting
-from dynamic_cp.types import DataParallel, LinearAttention, Topology
+from dynamic_cp.types import DataParallel, Experts, LinearAttention, Topology
 from tests.unit.report.support import comparison
 from tests.unit.support import samples_of
 
@@ -41,13 +41,15 @@ STATIC, DYNAMIC = (
 )
 
 
-def seconds(setting: Setting, job: SweepJob) -> float:
-    return CostModel(job.problem(setting)).cost(2, 0, 8000, 8000**2).forward_s
+def seconds(setting: Setting, job: SweepJob, num_tokens: int) -> float:
+    topology = replace(setting.topology, ep_size=4 if job.model.experts else 1)
+    return CostModel(job.problem(replace(setting, topology=topology))).cost(2, 0, num_tokens, num_tokens**2).forward_s
 
 
 LINEAR = LinearAttention(kind="gated_delta_net", num_heads=32, num_groups=16, key_size=128, value_size=128)
-DENSE_SETS = [prices.name for prices in PRICE_SETS if not prices.name.startswith("linear attention")]
-"""Those that change a job without linear attention."""
+EXPERTS = Experts(num_experts=8, topk=2, ffn_hidden_size=1024, dispatcher="deepep")
+DENSE_SETS = [one.name for one in PRICE_SETS if not one.name.startswith("linear") and "experts" not in one.name]
+"""Those that change a job without linear attention and without experts."""
 
 
 @pytest.mark.parametrize("prices", PRICE_SETS, ids=lambda prices: prices.name)
@@ -55,17 +57,22 @@ def test_each_set_changes_what_it_names(prices) -> None:
     job = JOB
     if prices.name not in DENSE_SETS:
         assert prices.change(job) == job
-        job = replace(JOB, model=replace(JOB.model, linear_attention=LINEAR, linear_attention_freq=4))
+        linear = {"linear_attention": LINEAR, "linear_attention_freq": 4}
+        job = replace(JOB, model=replace(JOB.model, **{"experts": EXPERTS} if "experts" in prices.name else linear))
+    tokens = 200 if "host" in prices.name else 8000
     other = prices.change(job)
-    ours, theirs = (seconds(setting, other) / seconds(setting, job) for setting in (DYNAMIC, STATIC))
+    ours, theirs = (seconds(setting, other, tokens) / seconds(setting, job, tokens) for setting in (DYNAMIC, STATIC))
     expected = {
         "TP collectives overlapped in all jobs": ours == theirs < 1,
         "TP collectives overlapped in static jobs alone": ours == 1 > theirs,
-        "attention 30% slower": ours == theirs > 1,
+        "attention half as fast": ours == theirs > 1,
         "attention 30% faster": ours == theirs < 1,
         "linear attention half as fast": ours == theirs > 1,
         "linear attention twice as fast": ours == theirs < 1,
+        "the host half as fast": ours == theirs > 1.5,
         "links half as fast": ours == theirs > 1,
+        "all-to-all between experts": ours == theirs > 1,
+        "HybridEP between experts, overlapped": ours == theirs < 1,
         "gradients reduced in the open": ours == theirs == 1
         and CostModel(other.problem(STATIC)).reduction.least_s > CostModel(JOB.problem(STATIC)).reduction.least_s,
     }
@@ -114,7 +121,7 @@ def test_what_is_open_comes_with_what_would_settle_it() -> None:
     decided = verdict_of(replace(shipped, other_prices=(gain("links half as fast", 1.2),)))
     assert decided is not None
     assert decided.settled_by == (), "nothing is open"
-    names = ["links half as fast", "attention 30% slower", "attention 30% faster"]
+    names = ["links half as fast", "attention half as fast", "the host half as fast"]
     names += [*(one.name for one in PRICE_SETS[:2]), "gradients reduced in the open"]
     turned = verdict_of(replace(shipped, other_prices=tuple(gain(name, 1.01) for name in names)))
     assert turned is not None
@@ -137,7 +144,7 @@ def test_what_is_open_comes_with_what_would_settle_it() -> None:
     assert f" and {hours:.2f} GPU hours without start-up" in both.what
     assert f"a run has that back after {round(steps)} steps" in both.what
 
-    engine = verdict_of(replace(shipped, hardware_name="h100", other_prices=(gain("attention 30% slower", 1.01),)))
+    engine = verdict_of(replace(shipped, hardware_name="h100", other_prices=(gain("attention half as fast", 1.01),)))
     assert engine is not None
     assert len(engine.settled_by) == 1, "a profile measures local layers: TransformerEngine's are run"
 
@@ -154,7 +161,7 @@ def test_each_set_of_prices_is_known_or_run() -> None:
 def test_the_command_of_a_profile_is_one() -> None:
     """The words that are printed are taken by the commands that they name."""
     shipped = replace(comparison(), model_name="llama-3-8b", hardware_name="h100-local")
-    turned = verdict_of(replace(shipped, other_prices=(gain("attention 30% slower", 1.01),)))
+    turned = verdict_of(replace(shipped, other_prices=(gain("attention half as fast", 1.01),)))
     assert turned is not None
     words = shlex.split(" ".join(turned.settled_by[0].command))
     assert words[:2] == ["dynamic-cp", "profile"]

@@ -176,6 +176,8 @@ def test_latent_attention_by_hand():
     assert one - two == shared / 2
     kept, of_plain = (activation_bytes(model, Topology(num_lanes=1), OPTIONS) for model in (latent, plain))
     assert kept.per_layer - of_plain.per_layer == (2 * (6 + 4) + 1) * 2
+    again = replace(OPTIONS, recompute="selective", recompute_modules=("mla_up_proj",))
+    assert kept.per_layer - activation_bytes(latent, Topology(num_lanes=1), again).per_layer == 3 * heads * 4 * 2
     assert kept.ring_per_bucket_token == of_plain.ring_per_bucket_token == 2 * heads * 4 * 2
 
 

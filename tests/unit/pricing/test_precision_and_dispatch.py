@@ -158,10 +158,3 @@ def test_hidden_collectives_slow_what_hides_them() -> None:
     assert slowing.exposed_s(edges, 8.0) >= slowing.least_s > free.least_s == 0.0
     open_air = slowing._replace(hides_reduce=False, hides_gather=False)
     assert open_air.exposed_s(edges, 8.0) == open_air.least_s == 2.0
-
-
-def test_tp_collectives_of_mamba_layers_do_not_overlap() -> None:
-    topology = Topology(num_lanes=2, tp_size=4, sequence_parallel=True)
-    hybrid = load_model("nemotron-3-nano")
-    overlapping = problem(hybrid, topology, tp_comm_overlap=True)
-    assert tensor_s_per_token(overlapping) == pytest.approx(tensor_s_per_token(overlapping, overlaps=False) / 4)

@@ -95,7 +95,7 @@ def test_a_configuration_says_linear_attention_whose_heads_frameworks_exchange()
             },
         ),
         (
-            {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "mlp"]},
+            {"recompute_granularity": "selective", "recompute_modules": ["shared_experts", "mlp"]},
             {"bytes_per_element": 2, "fp32_residual": False, "recompute": "selective", "recompute_modules": ("mlp",)},
         ),
     ],
