@@ -44,7 +44,7 @@ LIMITS: Mapping[str, Limit] = {
     "long context": Limit(0.95, 1.05, 1.10),
     "long context, other kernels": Limit(0.58, 1.10, 1.80),
     "long context, experts in FP8": Limit(0.90, 1.20, 1.35),
-    "hybrids": Limit(0.86, 1.10, 1.32),
+    "hybrids": Limit(0.90, 1.10, 1.32),
     "weak scaling": Limit(0.88, 1.05, 1.40),
     "A100, flash attention": Limit(0.90, 1.10, 1.60),
     "A100, no flash attention": Limit(0.85, 1.10, 1.65),
