@@ -135,7 +135,7 @@ def stages_of(run: Run) -> tuple[StageMemory, ...]:
     Mamba that compute again what this project's keep unless core attention is recomputed."""
     problem = problem_of(run)
     linear, options = run.model.linear_attention, problem.options
-    if linear is not None and not linear.has_delta_rule:
+    if linear is not None and not linear.has_delta_rule and run.recompute != "full":
         repeated = (*options.repeated, cast(RecomputeModule, "core_attn"))
         options = replace(options, recompute="selective", recompute_modules=repeated)
     stages = MemoryModel(replace(problem, options=options)).peak(plan_of(run))
