@@ -25,14 +25,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.pipeline.longest_path import Grid
-from dynamic_cp.pipeline.schedule import (
-    EMBEDDING,
-    HEAD,
-    Graph,
-    Operation,
-    peak_in_flight_tokens,
-    places_of,
-)
+from dynamic_cp.pipeline.schedule import EMBEDDING, HEAD, Graph, Operation, peak_in_flight_tokens, places_of
 from dynamic_cp.plans.padding import lane_tokens_of
 from dynamic_cp.types import Bucket, Plan
 

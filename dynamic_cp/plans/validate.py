@@ -39,7 +39,7 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
     """
     if not plan.micro_batches:
         raise IllegalPlanError("the plan has 0 micro-batches, at least 1 is needed: plan a non-empty global batch")
-    multiple = plan.topology.num_microbatches_multiple
+    multiple, rank_multiple = plan.topology.num_microbatches_multiple, plan.topology.rank_token_multiple
     kind = kind_of(plan)
     if kind is None and plan.num_microbatches % multiple:
         raise IllegalPlanError(
@@ -52,15 +52,13 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
     for index, micro_batch in enumerate(plan.micro_batches):
         _check_tiling(plan, index, micro_batch)
         for position, bucket in enumerate(micro_batch.buckets):
-            _check_bucket(plan, index, position, bucket)
+            _check_bucket(plan, index, position, bucket, rank_multiple)
             place = (index, bucket.first_lane)
             for sample in bucket.samples:
                 if sample.sample_id in place_of_sample:
                     other, lane = place_of_sample[sample.sample_id]
                     raise _illegal(
-                        plan,
-                        index,
-                        position,
+                        (plan, index, position),
                         f"sample {sample.sample_id} is twice in the plan, first in micro-batch {other} at lane {lane}: "
                         "put every sample into one bucket",
                         also=other,
@@ -79,52 +77,42 @@ def _check_tiling(plan: Plan, index: int, micro_batch: MicroBatch) -> None:
         if bucket.first_lane != lane:
             what = "left out" if bucket.first_lane > lane else "covered before"
             raise _illegal(
-                plan,
-                index,
-                position,
+                (plan, index, position),
                 f"the bucket starts at lane {bucket.first_lane} but lane {lane} is next ({what}): "
                 "list buckets in lane order, each lane exactly once",
                 expected_lane=lane,
             )
         if bucket.placement is None and bucket.first_lane % bucket.cp_size:
             raise _illegal(
-                plan,
-                index,
-                position,
+                (plan, index, position),
                 f"first_lane {bucket.first_lane} is not a multiple of cp_size {bucket.cp_size}: "
                 "use aligned groups only, others are never created",
             )
         lane += bucket.cp_size
         if lane > plan.topology.num_lanes:
             raise _illegal(
-                plan,
-                index,
-                position,
+                (plan, index, position),
                 f"the bucket needs lanes up to {lane - 1}, the last lane is {plan.topology.num_lanes - 1}: "
                 "use a smaller cp_size",
             )
     if lane < plan.topology.num_lanes:
         raise _illegal(
-            plan,
-            index,
-            len(micro_batch.buckets),
+            (plan, index, len(micro_batch.buckets)),
             f"the buckets cover {lane} of {plan.topology.num_lanes} lanes: "
             "fill the other lanes with empty places of cp_size 1",
             expected_lane=lane,
         )
 
 
-def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None:
+def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket, rank_multiple: int) -> None:
     if bucket.exchanges_states and bucket.cp_size == 1:
         raise _illegal(
-            plan, index, position, "states of linear attention are passed on among 1 lane: leave state_exchange out"
+            (plan, index, position), "states of linear attention are passed on among 1 lane: leave state_exchange out"
         )
     if not bucket.samples:
         if bucket.cp_size > 1:
             raise _illegal(
-                plan,
-                index,
-                position,
+                (plan, index, position),
                 f"the bucket is empty but has cp_size {bucket.cp_size}: an empty place has cp_size 1",
             )
         return
@@ -132,12 +120,10 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
     reason = _why_block_cut(bucket, plan) or _why_illegal(bucket, plan) if bucket.cp_size > 1 else None
     # A placement that is wrong may be on lanes that do not exist.
     is_countable = reason is None or bucket.placement is None
-    tokens = max(lane_tokens(bucket, plan.topology.rank_token_multiple)) if is_countable else 0
+    tokens = max(lane_tokens(bucket, rank_multiple)) if is_countable else 0
     if tokens > plan.max_tokens_per_rank:
         raise _illegal(
-            plan,
-            index,
-            position,
+            (plan, index, position),
             f"{tokens} padded tokens per rank, the limit is {plan.max_tokens_per_rank}: "
             "use a larger cp_size or fewer samples",
             rank_tokens=tokens,
@@ -145,9 +131,7 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
         )
     if reason is not None:
         raise _illegal(
-            plan,
-            index,
-            position,
+            (plan, index, position),
             reason,
             inner_cp_size=bucket.inner_cp_size,
             lanes_per_node=plan.topology.lanes_per_node,
@@ -187,8 +171,8 @@ def _check_samples(plan: Plan, samples: Iterable[Sample], place_of_sample: dict[
         raise IllegalPlanError(
             f"the global batch has {len(samples)} samples but {len(wanted)} different sample ids: number them uniquely"
         )
-    missing = [sample_id for sample_id in wanted if sample_id not in place_of_sample]
-    if missing:
+    if not wanted.keys() <= place_of_sample.keys():
+        missing = [sample_id for sample_id in wanted if sample_id not in place_of_sample]
         raise IllegalPlanError(
             f"the plan lacks {len(missing)} of {len(wanted)} samples ({_shorten(missing)}): plan the whole batch",
             missing=tuple(missing),
@@ -207,13 +191,16 @@ def _check_samples(plan: Plan, samples: Iterable[Sample], place_of_sample: dict[
                     reason = f"sample {sample.sample_id} has the mask {sample.mask} here but {given.mask} was given"
                 else:
                     continue
-                raise _illegal(plan, index, position, f"{reason}: plan these samples again", sample_id=sample.sample_id)
+                raise _illegal(
+                    (plan, index, position), f"{reason}: plan these samples again", sample_id=sample.sample_id
+                )
 
 
 def _illegal(
-    plan: Plan, index: int, position: int, reason: str, *, also: int | None = None, **details: object
+    place: tuple[Plan, int, int], reason: str, *, also: int | None = None, **details: object
 ) -> IllegalPlanError:
-    """Return the error for the bucket at `position` of micro-batch `index`, with the rows around it drawn."""
+    """Return the error for a bucket, with the rows around it drawn; `place`: plan, micro-batch, position in that."""
+    plan, index, position = place
     buckets = plan.micro_batches[index].buckets
     if position < len(buckets):
         first_lane, where = buckets[position].first_lane, _lanes_text(buckets[position])

@@ -28,7 +28,7 @@ from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.allowed import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.table import linear_parts, prices_of
+from dynamic_cp.pricing.table import kinks_of, linear_parts, prices_of
 from dynamic_cp.pricing.work import Lengths, densities_of
 from dynamic_cp.types import ModelShape, Sample
 
@@ -280,14 +280,17 @@ class Search:
         floor_s = min(float(linear_parts(table.level_terms[rows]).sum(axis=1)[:, 0].min()) for rows in of_size.values())
         least_s = np.full(len(tokens), np.inf)
         for k, rows in of_size.items():
-            edges_s = table.slowest_s_per_token / (1 << k) * tokens
+            # Samples behind the last one that has no way yet have none with less work.
+            end_of_long = int(np.flatnonzero(np.isinf(least_s)).max(initial=-1)) + 1
+            long, long2 = tokens[:end_of_long], squares[:end_of_long]
+            edges_s = table.slowest_s_per_token / (1 << k) * long
             for row in rows:
-                alone_s = prices_of(table.level_terms[row], tokens[:, None], squares[:, None]).sum(axis=1) + edges_s
+                alone_s = prices_of(table.level_terms[row], long[:, None], long2[:, None]).sum(axis=1) + edges_s
                 constant, per_token, per_token2 = linear_parts(table.level_terms[row]).sum(axis=0).tolist()
-                work_s = per_token * tokens + per_token2 * squares + edges_s
-                work_s = (1 << k) * (work_s + (constant - floor_s) / table.capacities[k] * tokens)
-                fits = (tokens <= table.capacities[k]) & (1e9 * alone_s <= limit_ns)
-                np.minimum(least_s, work_s, out=least_s, where=fits)
+                work_s = per_token * long + per_token2 * long2 + edges_s
+                work_s = (1 << k) * (work_s + (constant - floor_s) / table.capacities[k] * long)
+                fits = (long <= table.capacities[k]) & (1e9 * alone_s <= limit_ns)
+                np.minimum(least_s[:end_of_long], work_s, out=least_s[:end_of_long], where=fits)
         num_lanes = topology.num_lanes >> sizes[0] << sizes[0]
         num_rows = fewest_rows(self.lengths.seqlens, self.durations, sizes[0], topology.num_lanes)
         return bool(1e9 * (least_s.sum() / num_lanes + num_rows * floor_s) <= limit_ns)
@@ -406,17 +409,24 @@ class Search:
         return self.durations._replace(capacities=capacities)
 
     def _least_static_ns(self, k: int) -> float:
-        """Return nanoseconds that no plan with CP size 2^k everywhere stays below: its compute, spread evenly."""
+        """Return nanoseconds that no plan with CP size 2^k everywhere stays below: its work, spread evenly."""
         table, topology = self.cost_model.table, self.cost_model.topology
         rows = slice(table.first_option[k].min(), table.end_option[k].max())  # every exchange on every link
-        constant, per_token, per_token2 = linear_parts(table.level_terms[rows]).sum(axis=1).min(axis=0).tolist()
+        tokens, squares = self.lengths.seqlens, self.lengths.squares
+        # A price is above its linear part, and above that with any exchange as if no work hid it: the mean says which.
+        linear = linear_parts(table.level_terms[rows]).sum(axis=1)
+        weight, a, b, c = kinks_of(table.level_terms[rows])
+        weight = weight * (b * tokens.sum() > c * squares.sum())
+        lines = linear + np.stack([weight * np.minimum(a, 0.0), weight * b, -weight * c], axis=-1).sum(axis=(1, 2))
+        # Padding adds tokens and squares, so both must count for something.
+        lines = np.where((lines < 0.0).any(axis=1, keepdims=True), linear, lines)
         # Every stage computes this; the slowest one the edges in addition.
-        per_token += table.slowest_s_per_token / (1 << k)
-        work_s = per_token * float(self.lengths.seqlens.sum()) + per_token2 * self.lengths.squares.sum()
-        num_rows = fewest_rows(self.lengths.seqlens, self._static_durations(k), k, topology.num_lanes)
-        least_s = work_s / (topology.num_lanes >> k) + constant * num_rows
+        lines[:, 1] += table.slowest_s_per_token / (1 << k)
+        work_s = (lines[:, 1:] @ np.stack([tokens, squares])).min(axis=0).sum()
+        num_rows = fewest_rows(tokens, self._static_durations(k), k, topology.num_lanes)
+        least_s = work_s / (topology.num_lanes >> k) + lines[:, 0].min() * num_rows
         # An operation is rounded to whole nanoseconds, by at most half of one; no row is without samples.
-        rounding_ns = (topology.vp_size + 2) * len(self.lengths.seqlens)
+        rounding_ns = (topology.vp_size + 2) * len(tokens)
         return 1e9 * float(least_s) * (1 - 1e-9) - rounding_ns
 
 
@@ -424,8 +434,8 @@ def batch_of(samples: Sequence[Sample], model: ModelShape) -> Batch:
     """Return `samples` descending by seqlen, ties by ascending sample_id; InvalidInputError: none, or an id twice."""
     if not samples:
         raise InvalidInputError("the global batch has 0 samples, at least 1 is needed: give samples")
-    ids = np.fromiter((sample.sample_id for sample in samples), np.int64, len(samples))
-    seqlens = np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples))
+    ids = np.array([sample.sample_id for sample in samples], np.int64)
+    seqlens = np.array([sample.seqlen for sample in samples], np.int64)
     order = np.lexsort((ids, -seqlens))
     ids, descending = ids[order], [samples[index] for index in order.tolist()]
     input_order = np.argsort(ids)

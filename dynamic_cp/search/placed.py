@@ -222,9 +222,7 @@ def _in_full(each: _PlanRows, place: _Place, cost_model: CostModel) -> Iterator[
         empty = MicroBatch(buckets=tuple(Bucket(first_lane=lane) for lane in range(topology.num_lanes)))
         found += [empty] * (round_up(len(found), topology.num_microbatches_multiple) - len(found))
         plan = Plan(
-            topology=topology,
-            max_tokens_per_rank=cost_model.options.max_tokens_per_rank,
-            micro_batches=tuple(found),
+            topology=topology, max_tokens_per_rank=cost_model.options.max_tokens_per_rank, micro_batches=tuple(found)
         )
         name = f"{name}m={len(found)}, {num_placed} of them placed"
         yield PlacedRows(makespan_ns(plan, cost_model), name, plan.micro_batches)

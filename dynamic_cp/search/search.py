@@ -73,12 +73,7 @@ def plan_global_batch(
     samples = tuple(samples)
     options = with_exchanges(options, model, samples)
     problem = Problem(
-        topology=topology,
-        model=model,
-        hardware=hardware,
-        options=options,
-        policy=policy,
-        data_parallel=data_parallel,
+        topology=topology, model=model, hardware=hardware, options=options, policy=policy, data_parallel=data_parallel
     )
     return plan_problem(problem, samples)
 

@@ -35,6 +35,7 @@ TRAITS: Mapping[CpCommType, Traits] = {
     "latent": Traits("one", needs_latents=True),
 }
 """Mechanism -> its traits; the one table of their names."""
+_PLACED: Collection[str] = frozenset(name for name, traits in TRAITS.items() if traits.is_placed)
 
 RING_ALONE: tuple[CpCommType, ...] = ("p2p",)
 """The ring needs the fewest communicators, and a loop that knows a single CP group can run nothing else."""
@@ -45,8 +46,7 @@ BY_PLACEMENT: CpCommType = "blocks"
 
 def is_placed(name: str) -> bool:
     """Return whether a value of --cp-comm-type is a mechanism whose buckets have a placement."""
-    traits = TRAITS.get(cast(CpCommType, name))
-    return traits is not None and traits.is_placed
+    return name in _PLACED
 
 
 def needs_latents(name: str) -> bool:

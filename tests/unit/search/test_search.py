@@ -155,6 +155,14 @@ MANY_HEADS = replace(TINY_MODEL, num_attention_heads=16, num_query_groups=16, kv
             id="links",
         ),
         pytest.param(
+            Topology(num_lanes=8, ranks_per_node=2),
+            PlanOptions(max_tokens_per_rank=300, min_cp_size=4, max_cp_size=4, cp_comm_types=("p2p", "a2a+p2p")),
+            MANY_HEADS,
+            SLOW_ACROSS,
+            [900, *range(3, 60)],
+            id="exposed",
+        ),
+        pytest.param(
             Topology(num_lanes=1, tp_size=3, ranks_per_node=6),
             PlanOptions(max_tokens_per_rank=2, cp_comm_types=("p2p", "all_gather"), recompute="selective"),
             TINY_MODEL,
