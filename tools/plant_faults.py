@@ -4,7 +4,9 @@
 
 Whoever removes or merges tests runs it before and after: `--tests-of` takes tests/ from another checkout. A fault is a
 piece of text that stands once in the code, wherever that moves, so a fault that no longer fits is told and not skipped.
-The copy lies in runs/planted; only a fault in the planner's compiled loops has them compiled anew.
+Two faults are tried at a time, each in a copy of its own (runs/planted-0, -1), by forks of a process that has imported
+what no fault changes: torch and megatron-core, two thirds of what a fault would compute otherwise. Only a fault in the
+planner's compiled loops has them compiled anew.
 """
 
 from __future__ import annotations
@@ -12,12 +14,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import gc
+import importlib
+import multiprocessing
 import os
+import runpy
 import shutil
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,9 +35,16 @@ ALSO_COPIED = (
     *("benchmarks", "docs", "examples", "tests", "tools"),
     *("pyproject.toml", "pretrain_gpt.py", "README.md", "SECURITY.md"),
 )
-COPY = ROOT / "runs" / "planted"
+COPIES = [ROOT / "runs" / f"planted-{number}" for number in range(2)]
+STAYS = (
+    *("pytest", "numba", "torch.distributed.checkpoint"),
+    *(f"megatron.core.{name}" for name in ("models.gpt.gpt_model", "optimizer", "dist_checkpointing.strategies")),
+)
+"""What is imported before forking."""
 LIMIT_S = 3600
 """Seconds after which tests are ended that hang where pytest's own limits do not hold yet."""
+_FORK = multiprocessing.get_context("fork")
+_number = count()
 
 
 class Fault(NamedTuple):
@@ -685,9 +700,7 @@ def place_of(fault: Fault, root: Path) -> Path:
 
 
 def copy_of(root: Path, tests_of: Path) -> None:
-    """Copy what tests need into `root`. Compiled code stays beside it, because numba finds it by its place."""
-    compiled = root.with_suffix(".compiled")
-    compiled.mkdir(parents=True, exist_ok=True)
+    """Copy what tests need into `root`, with what is compiled of the same code."""
     shutil.rmtree(root, ignore_errors=True)
     for part in (*CODE, *ALSO_COPIED):
         source = (tests_of if part == "tests" else ROOT) / part
@@ -695,7 +708,9 @@ def copy_of(root: Path, tests_of: Path) -> None:
             shutil.copytree(source, root / part, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy2(source, root / part)
-    (root / "dynamic_cp" / "__pycache__").symlink_to(compiled)
+    (root / "dynamic_cp" / "__pycache__").mkdir()
+    for compiled in (ROOT / "dynamic_cp" / "__pycache__").glob("kernels-*"):
+        (root / "dynamic_cp" / "__pycache__" / compiled.name).symlink_to(compiled)
 
 
 @contextlib.contextmanager
@@ -704,32 +719,63 @@ def planted(fault: Fault, root: Path) -> Iterator[None]:
     place, compiled = place_of(fault, root), root / "dynamic_cp" / "__pycache__"
     text, before, kernels = place.read_text(encoding="utf-8"), place.stat(), set(compiled.glob("kernels-*"))
     place.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
+    at_s = time.time() + next(_number)  # compiled code is known by the second
+    os.utime(place, (at_s, at_s))
     try:
         yield
     finally:
         place.write_text(text, encoding="utf-8")
-        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))  # by which compiled code is known
+        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
         for made in set(compiled.glob("kernels-*")) - kernels:
             shutil.rmtree(made)
 
 
+def import_what_stays() -> None:
+    """Import for all forks what no fault changes, as tests do: without triton, with one thread."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    runpy.run_path(str(ROOT / "megatron" / "dynamic_cp" / "repairs" / "triton_imports.py"))["install"]()
+    for name in STAYS:
+        importlib.import_module(name)
+    gc.freeze()
+
+
 def first_failure(tests: str, root: Path) -> str | None:
     """Return the first failure of the copy's tests; None when all passed."""
-    files, _, expression = tests.partition(" -k ")
-    words = [*files.split(), *(["-k", expression] if expression else [])]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *words],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    if done.returncode not in (0, 1):  # nothing ran: no evidence of anything
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    printed = root.with_suffix(".log")
+    process = _FORK.Process(target=_run, args=(tests, root, printed))
+    process.start()
+    process.join(LIMIT_S)
+    if process.is_alive():
+        os.killpg(process.ident, signal.SIGKILL)
+    process.join()
+    lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()
+    if process.exitcode not in (0, 1):  # nothing ran: no evidence of anything
+        raise RuntimeError("\n".join([f"{tests}: {process.exitcode}", *lines[-40:]]))
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return failed[0].partition(" - ")[0] if failed else None
+
+
+def _run(tests: str, root: Path, printed: Path) -> None:
+    """Become pytest in the copy."""
+    files, _, expression = tests.partition(" -k ")
+    words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *files.split()]
+    code = -1
+    try:
+        os.setpgrp()
+        os.chdir(root)
+        os.environ["PYTHONPATH"] = str(root)
+        sys.path[:] = [str(root), *(one for one in sys.path if Path(one).resolve() != ROOT)]
+        importlib.invalidate_caches()
+        with printed.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        import pytest
+
+        sys.argv = ["pytest", *words, *(["-k", expression] if expression else [])]
+        code = int(pytest.main(sys.argv[1:]))
+    finally:
+        sys.stdout.flush()
+        os._exit(code)  # what the parent would do at its end is not done here
 
 
 def tests_without_faults(faults: Iterable[Fault]) -> list[str]:
@@ -744,6 +790,23 @@ def tests_without_faults(faults: Iterable[Fault]) -> list[str]:
     ]
 
 
+def _take(free: multiprocessing.queues.SimpleQueue[Path]) -> None:
+    """Have this process of the pool work in a copy of its own."""
+    global _copy
+    _copy = free.get()
+
+
+def _try_without(tests: str) -> str | None:
+    return first_failure(tests, _copy)
+
+
+def _try_with(fault: Fault) -> tuple[str | None, float]:
+    """Return what noticed a fault, and the seconds that took."""
+    started_s = time.monotonic()
+    with planted(fault, _copy):
+        return first_failure(fault.tests, _copy), time.monotonic() - started_s
+
+
 def main() -> int:
     """Return 1 when a fault was not noticed, 2 when a test fails without one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -751,22 +814,24 @@ def main() -> int:
     parser.add_argument("--tests-of", type=Path, default=ROOT, help="checkout whose tests/ are run")
     asked = parser.parse_args()
     faults = {name: FAULTS[name] for name in asked.names or FAULTS}
-    COPY.parent.mkdir(exist_ok=True)
-    with COPY.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one at a time has the copy
-        copy_of(COPY, asked.tests_of)
-        for tests in tests_without_faults(faults.values()):
-            failure = first_failure(tests, COPY)
-            if failure is not None:
-                print(f"FAILED without any fault: {failure}", flush=True)
-                return 2
-        missed = 0
-        for name, fault in faults.items():
-            started_s = time.monotonic()
-            with planted(fault, COPY):
-                failure = first_failure(fault.tests, COPY)
-            missed += failure is None
-            print(f"{name}: {failure or 'NOT NOTICED'} ({time.monotonic() - started_s:.0f} s)", flush=True)
+    COPIES[0].parent.mkdir(exist_ok=True)
+    with COPIES[0].with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one at a time has the copies
+        free = _FORK.SimpleQueue()
+        for copy in COPIES:
+            copy_of(copy, asked.tests_of)
+            free.put(copy)
+        import_what_stays()
+        with ProcessPoolExecutor(len(COPIES), mp_context=_FORK, initializer=_take, initargs=(free,)) as pool:
+            for failure in pool.map(_try_without, tests_without_faults(faults.values())):
+                if failure is not None:
+                    print(f"FAILED without any fault: {failure}", flush=True)
+                    pool.shutdown(cancel_futures=True)
+                    return 2
+            missed = 0
+            for name, (failure, took_s) in zip(faults, pool.map(_try_with, faults.values()), strict=True):
+                missed += failure is None
+                print(f"{name}: {failure or 'NOT NOTICED'} ({took_s:.0f} s)", flush=True)
     print(f"{len(faults) - missed} passed, {missed} failed")
     return int(missed > 0)
 

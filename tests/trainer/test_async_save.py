@@ -102,7 +102,9 @@ def _contents(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("", marks=pytest.mark.nightly), OVERLAPPED])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("", marks=pytest.mark.nightly), pytest.param(OVERLAPPED, marks=pytest.mark.of_releases)]
+)
 def test_files_are_those_of_a_save_that_waits_and_training_goes_on(tmp_path, capfd, optimizer):
     train(2, WORDS, optimizer, f"--train-iters 4 --save-interval 2 --save {tmp_path}/waited")
     words = command_line(WORDS, optimizer, f"--train-iters 5 --save-interval 2 --async-save --save {tmp_path}/async")

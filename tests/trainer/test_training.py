@@ -199,6 +199,7 @@ def test_bf16_trains_and_resumes(uninterrupted, resumed, before, after):
 DROPOUT = f"{ON_TWO} --hidden-dropout 0.1"
 
 
+@pytest.mark.of_releases
 def test_dropout_resumes_exactly_on_the_same_layout(uninterrupted, tmp_path):
     words = f"{DROPOUT} --train-iters 2 --lr-decay-iters 8"
     expected = losses(train(2, words, f"--save-interval 1 --save {tmp_path}"))
