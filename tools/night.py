@@ -126,11 +126,14 @@ class Night:
     def __init__(self, commit: str) -> None:
         self.commit, self.folder = commit, KEPT / commit
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.done: dict[str, dict[str, Any]] = _read(self.folder / "done.json")
-        self._took_min: dict[str, float] = _read(KEPT / "minutes.json")
+        self._read_kept()
         tests_s = _read(self.folder / "tests.json") or nightly_tests()
         _write(self.folder / "tests.json", tests_s)
         self.pieces = pieces(tests_s)
+
+    def _read_kept(self) -> None:
+        self.done: dict[str, dict[str, Any]] = _read(self.folder / "done.json")
+        self._took_min: dict[str, float] = _read(KEPT / "minutes.json")
 
     def left(self) -> list[Piece]:
         """Return the pieces that have not run."""
@@ -161,6 +164,7 @@ class Night:
             print(f"  not over after {minutes:.1f} minutes, and ended: begin with it, or give it more", flush=True)
             return False
         outcome = outcome_of(log.read_text(encoding="utf-8"), process.returncode)
+        self._read_kept()  # another call may have run other pieces meanwhile
         self._took_min[piece.name] = round((time.monotonic() - started_s) / 60, 1)
         outcome["CPU minutes"] = round((_computed_s() - computed_s) / 60, 1)
         self.done[piece.name] = outcome | {"date": datetime.date.today().isoformat()}
