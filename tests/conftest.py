@@ -48,7 +48,7 @@ gc.disable()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=0, help="forks that run the tests, once they are collected")
-    parser.addoption("--measure-costs", type=Path, metavar="FILE", help=f"write {COSTS.name} anew, of what runs")
+    parser.addoption("--measure-costs", type=Path, metavar="FILE", help="write what tests cost, for those that run")
 
 
 def name_of(item: pytest.Item) -> str:
@@ -163,8 +163,13 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[obje
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     file = session.config.getoption("--measure-costs")
     if file and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        before_s = json.loads(COSTS.read_text())
-        means_s = {name: cost_s for name, cost_s in before_s.items() if name in _collected}
+        before_s = json.loads(file.read_text()) if file.exists() else {}
+        looked_at = {name.partition("::")[0] for name in _collected}
+        means_s = {
+            name: cost_s
+            for name, cost_s in before_s.items()
+            if name in _collected or ((where := name.partition("::")[0]) not in looked_at and Path(where).exists())
+        }
         means_s |= {name: sum(cases_s) / len(cases_s) for name, cases_s in _measured.items()}
         kept = {name: round(mean_s, 1) for name, mean_s in sorted(means_s.items()) if mean_s >= _KEPT_FROM_S}
         file.write_text(json.dumps(kept, indent=0) + "\n")

@@ -37,12 +37,14 @@ from tools.quoted_figures import PARTS
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "night"
+COSTS = KEPT / "costs.json"
+"""What nightly tests cost when they last ran here."""
 PAGE = ROOT / "docs" / "releases.md"
 PART_MIN = 6.0
 """Minutes that a part should take on two idle cores: what a busy machine does not finish in a call begins anew."""
-CASE_S, FAULT_S = 8.0, 4.0
-"""Seconds that a test counts for if tests/costs.json does not know it, and that a planted fault takes with its test."""
-PYTEST = ("pytest", "-m", "nightly", "-q", "--workers", "4")
+CASE_S, FAULT_S = 2.0, 4.0
+"""Seconds that a test counts for if no file knows it, and that a planted fault takes with its test."""
+PYTEST = ("pytest", "-m", "nightly", "-q", "--workers", "4", "--measure-costs", str(COSTS))
 TESTS_OF_RELEASES = ("-m", "not slow or of_releases", *releases.TESTS)
 """What `make newest` runs of the tests of ranks; by day all of them run on one Python and release."""
 FIGURES = ("tools.quoted_figures", "--check")
@@ -107,12 +109,12 @@ def shares(costs_s: Mapping[tuple[str, ...], float]) -> list[tuple[str, list[str
 
 
 def nightly_tests() -> dict[str, float]:
-    """Return file -> known seconds of its nightly tests."""
+    """Return file -> seconds of its nightly tests, where known those of the last night here."""
     words = [sys.executable, "-m", *PYTEST[:4], "--collect-only", "-p", "no:cacheprovider"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"tests of the night cannot be collected:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    costs_s = _read(ROOT / "tests" / "costs.json")
+    costs_s = _read(ROOT / "tests" / "costs.json") | _read(COSTS)
     found_s: dict[str, float] = defaultdict(float)
     for line in done.stdout.splitlines():
         if "::" in line:
