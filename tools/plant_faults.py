@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import runpy
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -745,8 +744,7 @@ def first_failure(tests: str, root: Path) -> str | None:
     process = _FORK.Process(target=_run, args=(tests, root, printed))
     process.start()
     process.join(LIMIT_S)
-    if process.is_alive():
-        os.killpg(process.ident, signal.SIGKILL)
+    process.kill()
     process.join()
     lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()
     if process.exitcode not in (0, 1):  # nothing ran: no evidence of anything
@@ -761,7 +759,6 @@ def _run(tests: str, root: Path, printed: Path) -> None:
     words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *files.split()]
     code = -1
     try:
-        os.setpgrp()
         os.chdir(root)
         os.environ["PYTHONPATH"] = str(root)
         sys.path[:] = [str(root), *(one for one in sys.path if Path(one).resolve() != ROOT)]
