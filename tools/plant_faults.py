@@ -18,14 +18,15 @@ import gc
 import importlib
 import multiprocessing
 import os
-import runpy
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib.machinery import SourceFileLoader
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
@@ -732,7 +733,10 @@ def planted(fault: Fault, root: Path) -> Iterator[None]:
 def import_what_stays() -> None:
     """Import for all forks what no fault changes, as tests do: without triton, with one thread."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    runpy.run_path(str(ROOT / "megatron" / "dynamic_cp" / "repairs" / "triton_imports.py"))["install"]()
+    module = ModuleType("stand_in_for_triton")  # alone: its packages can have faults
+    file = ROOT / "megatron" / "dynamic_cp" / "repairs" / "triton_imports.py"
+    SourceFileLoader(module.__name__, str(file)).exec_module(module)
+    module.install()
     for name in STAYS:
         importlib.import_module(name)
     gc.freeze()
