@@ -20,6 +20,7 @@ from dynamic_cp import __version__
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli import tables
 from dynamic_cp.decide.cli.app import COMMANDS, TRAINING_COMMANDS
+from dynamic_cp.decide.cli.plan import how_long
 from dynamic_cp.decide.first_day import command as first_day
 from dynamic_cp.decide.first_day.day import PARTS, Part, State
 from dynamic_cp.decide.sweep import SweepJob, sweep
@@ -96,6 +97,24 @@ def test_every_command_shows_that_it_lives_from_its_input_on(
         shown.clear()
         assert cli.main(words.split()) == (0 if name == "doctor" else 2)
         assert len(shown) == (len(PARTS) if name == "first-day" else 1), (name, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "samples", "plans", "says"),
+    [
+        (
+            1 << 20,
+            1024,
+            21,
+            "up to 21 plans of 1048576 lanes and 1024 samples will take about 7 minutes of a core; with",
+        ),
+        (4096, 32768, 1, ""),
+    ],
+)
+def test_a_plan_for_very_many_lanes_says_how_long_it_will_take(lanes: int, samples: int, plans: int, says: str) -> None:
+    text = how_long(Topology(num_lanes=lanes), samples, plans)
+    assert text.startswith(says)
+    assert bool(text) == bool(says)
 
 
 def test_a_sweep_says_what_is_tried_and_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
