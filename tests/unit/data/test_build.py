@@ -5,8 +5,6 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dynamic_cp.errors import DataError, DynamicCPError, InvalidInputError
 from megatron.trainer.data import tokenizer
@@ -33,13 +31,6 @@ def test_splits_share_the_documents_in_order(corpus):
     assert documents(splits.train) == set(expected[:160])
     assert documents(splits.valid) == set(expected[160:180])
     assert documents(splits.test) == set(expected[180:])
-
-
-def test_a_share_of_zero_is_none(corpus):
-    splits = build_splits(config(corpus, split="1,0,0"))
-    assert splits.train.num_samples == 200
-    assert splits.valid is None
-    assert splits.test is None
 
 
 @pytest.mark.parametrize(
@@ -124,9 +115,7 @@ def test_blend_weights_and_paths():
     ("words", "part"),
     [
         (["0", "a", "1", "b"], "weight 0.0 for a"),
-        (["-1", "a", "1", "b"], "weight -1.0 for a"),
         (["nan", "a", "1", "b"], "weight nan for a"),
-        (["1", "a", "inf", "b"], "weight inf for b"),
         (["0.3", "a", "b"], "the weight 0.3 among 3 words"),
         (["0.3", "a", "b", "c"], "no weight before c"),
         (["a", "0.3", "b", "0.7"], "the weight 0.3 among 4 words"),
@@ -173,11 +162,6 @@ def test_bad_tokenizers_are_explained(changes, part):
         tokenizer.build(config("x", **changes))
 
 
-def test_weights_are_normalised():
-    assert parse_split("969,30,1") == pytest.approx((0.969, 0.03, 0.001))
-    assert parse_split(" 8, 1.5 ,0.5") == pytest.approx((0.8, 0.15, 0.05))
-
-
 @pytest.mark.parametrize(
     ("split", "part"),
     [
@@ -187,7 +171,6 @@ def test_weights_are_normalised():
         ("inf,1,1", "without bound"),
         ("1e308,1e308,1", "sums to inf"),
         ("90,10", "has 2 weights, not 3"),
-        ("1,2,3,4", "has 4 weights, not 3"),
         ("90,ten,0", "not a number"),
         ("", "not a number"),
     ],
@@ -197,17 +180,6 @@ def test_bad_splits_are_explained(split, part):
         parse_split(split)
     for said in (part, repr(split), "969,30,1"):
         assert said in str(caught.value)
-
-
-@given(st.tuples(*[st.floats(0, 1e6)] * 3).filter(lambda weights: sum(weights) > 1e-3), st.integers(0, 100_000))
-def test_ranges_are_contiguous_and_near_their_share(weights, num_documents):
-    shares = parse_split(",".join(map(repr, weights)))
-    ranges = document_ranges(shares, num_documents)
-    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
-    assert ranges[-1][1] == num_documents
-    for share, (first, last) in zip(shares, ranges, strict=True):
-        assert abs(last - first - share * num_documents) <= 1.001
-        assert share > 0 or first == last
 
 
 def test_same_documents_as_megatron_core():
@@ -253,14 +225,6 @@ def test_lognormal_has_the_mean_sigma_and_bounds_asked_for():
     assert np.log(wide[wide > 20]).std() == pytest.approx(1.5, rel=0.1)
 
 
-def test_default_has_a_heavy_tail_that_fits():
-    lengths = mock(None, seq_length=4096).lengths
-    assert 500 < lengths.mean() < 1500
-    assert lengths.max() == 4096
-    assert np.median(lengths) < lengths.mean()
-    assert build_splits(config(mock=True, seq_length=1)).train.global_batch(0, 3)[0].seqlen == 1
-
-
 def test_file_mode_reads_the_first_column(tmp_path):
     for content in ("5\n7\n1\n", "length\n5\n7\n1", "\ufefflength,other\n5,9\n7,9\n\n1,x\n", "5.0,a\n7,b\n1,c"):
         assert mock(lengths_in(tmp_path, content)).lengths.tolist() == [5, 7, 1]
@@ -294,17 +258,6 @@ def test_tokens_use_the_vocabulary_and_end_with_eod(tokenizer):
     assert len(np.unique(whole)) > 0.9 * tokenizer.vocab_size
 
 
-def test_the_stream_of_a_mock():
-    stream = build_splits(
-        config(
-            mock=True, seq_length=1024, split="969,30,1", overlong="truncate", varlen_mock_config=json.dumps(LOGNORMAL)
-        )
-    ).train
-    values = stream.read(0)
-    assert len(values.tokens) == stream.global_batch(0, 1)[0].seqlen <= 1024
-    assert "969000 documents" in stream.describe()
-
-
 def without(key):
     return {name: value for name, value in LOGNORMAL.items() if name != key}
 
@@ -319,10 +272,8 @@ def without(key):
         (LOGNORMAL | {"type": "uniform"}, "type 'uniform' is unknown"),
         (without("mean_seq_len"), "mean_seq_len is None: a number is needed"),
         (LOGNORMAL | {"lognormal_sigma": "big"}, "lognormal_sigma is 'big'"),
-        (LOGNORMAL | {"lognormal_sigma": -1}, "lognormal_sigma -1"),
         (LOGNORMAL | {"mean_seq_len": 0}, "mean_seq_len 0"),
         (LOGNORMAL | {"min_seq_len": 9000}, "min_seq_len 9000 and max_seq_len 8192"),
-        (LOGNORMAL | {"min_seq_len": 0}, "1 <= min_seq_len"),
         ({"mode": "file"}, 'needs a "path"'),
         ({"mode": "file", "path": "/nowhere.csv"}, "cannot read /nowhere.csv"),
     ],

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dynamic_cp.errors import InvalidInputError
 from megatron.decide.token_lengths import token_lengths
 from megatron.trainer.data.build import build_splits
-from megatron.trainer.data.chat import parse_chats
-from megatron.trainer.data.lines import LineError
 from tests.unit.data.helpers import assert_line_refused, config, open_documents, refusal, write_records
 from tests.unit.data.made_tokenizers import MARKED_TEMPLATE, write_tokenizer
 from tests.unit.data.test_chat import CHATS, flags, line_of, messages_of, reader_of, reader_with
@@ -69,15 +66,6 @@ def test_answers_within_a_prompt_are_not_learned():
     tokens, is_target = read({"prompt": messages_of(AGAIN[:4]), "completion": messages_of(AGAIN[4:])})
     assert tokens == read({"messages": messages_of(AGAIN)})[0]
     assert bytes(token for token, learned in zip(tokens, is_target, strict=True) if learned) == b"No.<|im_end|>"
-
-
-def test_forms_are_documents_of_a_run(tmp_path):
-    path = write_records(tmp_path / "a.jsonl", *(record for record, _ in FORMS.values()))
-    train = build_splits(flags(path)).train
-    assert train is not None
-    assert train.num_samples == len(FORMS)
-    found = sorted(train.read(sample.sample_id).tokens.tolist() for sample in train.global_batch(0, len(FORMS)))
-    assert found == sorted(read(record)[0][:-1] for record, _ in FORMS.values())
 
 
 def test_texts_of_prompts_and_completions_need_no_template(tmp_path):
@@ -235,11 +223,6 @@ def test_keys_that_come_twice_and_half_characters_name_their_line(tmp_path, sft)
     assert build_splits(flags(path) if sft else config(path)).train is not None
 
 
-def test_a_key_that_comes_twice_in_a_message():
-    with pytest.raises(LineError, match="has the key 'role' 2 times in one object: keep one of them"):
-        parse_chats(b'{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}')
-
-
 KINDS = (".jsonl.gz", ".json.gz", ".json", ".parquet")
 RECORDS = [json.loads(line_of(chat)) | {"text": f"text {number} ☃"} for number, chat in enumerate(CHATS)]
 
@@ -312,8 +295,6 @@ DAMAGED = {
     "not.jsonl.gz": (b'{"text": "x"}\n', "is no whole gzip file"),
     "cut.json": (b'[{"text": "x"},\n{"text": ', "line 2, entry 2 is not JSON"),
     "open.json": (b'[{"text": "x"}\n', "a comma or ] is missing behind the entry before"),
-    "comma.json": (b'[{"text": "x"} {"text": "y"}]', "a comma or ] is missing behind the entry before"),
-    "last.json": (b'[{"text": "x"},]', "entry 2 is not JSON"),
     "more.json": (b'[{"text": "x"}]\n[]', "something follows the array"),
     "latin.json": (b'[{"text": "\xe9"}]', "save it as UTF-8"),
     "twice.json": (b'[{"text": "x", "text": "y"}]', "twice.json entry 1 has the key 'text' 2 times"),
@@ -348,15 +329,6 @@ def test_keys_that_a_table_fills_with_nulls_are_missing(tmp_path):
     record = {"messages": [{"role": "user", "content": "x"}, *({"role": "assistant"} | one for one in answers)]}
     found = documents(flags(write(tmp_path / "a.parquet", [record]), chat_template=str(template)))
     assert found == documents(flags(write(tmp_path / "a.jsonl", [record]), chat_template=str(template)))
-
-
-def test_other_files_beside_chats(tmp_path):
-    write(tmp_path / "a.jsonl.gz", RECORDS)
-    (tmp_path / "README.md").write_text("x")
-    says = "has 1 other files: name those with chats, or choose them with --data-g"
-    with pytest.raises(InvalidInputError, match=says):
-        build_splits(flags(tmp_path))
-    assert documents(flags(tmp_path, data_glob="**/*.jsonl.gz"))
 
 
 def test_lengths_are_counted_and_nothing_is_kept(tmp_path, monkeypatch):

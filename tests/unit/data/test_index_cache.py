@@ -5,20 +5,16 @@ import io
 import logging
 import multiprocessing
 import os
-import pickle
 import resource
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.trainer.data import build, files, index_file, tokenizing, workers
+from megatron.trainer.data import build, files, tokenizing, workers
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.index_cache import HIDDEN_FOLDER, place_with_room
 from megatron.trainer.data.index_file import load_index
@@ -89,18 +85,6 @@ def test_the_second_start_reads_no_data(data, scans, messages, monkeypatch):
     assert scans == [str(folder)]
     assert f"tokens from the index {saved(folder)}" in messages.text
     assert epoch_tokens(stream), "the data can still be read"
-
-
-def test_documents_of_a_cached_index_are_the_same(data):
-    folder, lengths = data
-    fresh, cached = open_documents(folder), open_documents(folder)
-    assert cached.describe() == fresh.describe()
-    assert build_splits(config(folder)).train.fingerprint() == build_splits(config(folder)).train.fingerprint()
-    for document, length in enumerate(lengths):
-        assert cached.document_name(document) == fresh.document_name(document)
-        np.testing.assert_array_equal(cached.read(document, 0, length), fresh.read(document, 0, length))
-    unpickled = pickle.loads(pickle.dumps(cached))
-    np.testing.assert_array_equal(unpickled.read(1, 0, 3), fresh.read(1, 0, 3))
 
 
 def keep_the_size(path):
@@ -174,19 +158,6 @@ def test_the_index_of_another_data_set_is_not_used(data, scans, tmp_path, messag
     assert len(lengths_of(other)) != len(lengths) or lengths_of(other) != lengths
     assert len(scans) == 2
     assert "the data changed since" in messages.text
-
-
-def test_an_index_made_for_another_request_is_not_used(tmp_path, scans, messages):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "one", "body": "seven"}\n')
-    lengths_of(path, json_key="body")
-    wrong = saved(tmp_path).read_bytes()
-    saved(tmp_path).unlink()
-    lengths_of(path)
-    saved(tmp_path).write_bytes(wrong)
-    assert lengths_of(path) == [4]
-    assert len(scans) == 3
-    assert "'json_key': 'body'" in messages.text
 
 
 def the_warning(messages) -> str:
@@ -303,15 +274,6 @@ def test_the_user_names_a_folder(data, scans, tmp_path):
         lengths_of(folder, cache_path=str(tmp_path / "file"))
 
 
-def test_relative_paths(data, scans, monkeypatch):
-    folder, lengths = data
-    monkeypatch.chdir(folder)
-    name = "a.jsonl" if (folder / "a.jsonl").exists() else "a.txt"
-    assert lengths_of(".") == lengths_of(".") == lengths
-    assert lengths_of(name) == lengths_of(f"./{name}") == lengths_of(folder / name)
-    assert len(scans) == 2
-
-
 def test_bad_data_leave_no_index(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n{"txt": 1}\n')
     with pytest.raises(DataError, match="line 2"):
@@ -337,37 +299,6 @@ def test_processes_that_index_at_the_same_time_all_end_well(data):
         process.join()
         assert process.exitcode == 0
     load_index(str(saved(folder)))
-
-
-KILLED = """
-import os, signal, sys
-sys.path[:0] = [os.getcwd()]
-from megatron.trainer.data import tokenizing
-from tests.unit.data.helpers import open_documents
-tokenizing.PIECE_BYTES = 1 << 16
-real = tokenizing.Progress.advance
-def advance(self, amount):
-    real(self, amount)
-    if self._done > 1 << 20:
-        os.kill(os.getpid(), signal.SIGKILL)
-tokenizing.Progress.advance = advance
-tokenizing.BYTES_PER_PROCESS = 1 << 20
-tokenizing.num_usable_cpus = lambda: 2
-open_documents(sys.argv[1])
-"""
-
-
-@pytest.mark.nightly  # by day a writer is, in test_index_file.py
-def test_an_indexer_that_is_killed_does_not_block_the_next(tmp_path, scans):
-    folder = write_files(tmp_path / "data", {"a.jsonl": b'{"text": "%s"}\n' % (b"x" * 1000) * 4000})
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], timeout=60, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    (left,) = (folder / HIDDEN_FOLDER).iterdir()
-    assert left.suffix == ".tmp"
-    an_hour_ago = time.time() - index_file.FORGOTTEN_AFTER_S - 1
-    os.utime(left, (an_hour_ago, an_hour_ago))
-    assert lengths_of(folder) == [1001] * 4000
-    assert saved(folder).exists(), "and what was half written is gone"
 
 
 def test_many_files_are_looked_at_in_threads(tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import struct
 import time
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -314,14 +313,6 @@ def test_a_bin_that_changed_before_it_is_opened_is_an_error(tmp_path):
         source.read(0, 0, 2)
 
 
-def test_pickling_leaves_the_open_files_behind(tmp_path):
-    source = IndexedDocuments(str(write_indexed(tmp_path)), ByteTokenizer())
-    before = source.read(1, 0, 5)
-    copy = pickle.loads(pickle.dumps(source))
-    assert copy._dataset is None
-    np.testing.assert_array_equal(copy.read(1, 0, 5), before)
-
-
 def set_age(path, seconds):
     then = time.time() - seconds
     os.utime(path, (then, then))
@@ -343,26 +334,3 @@ def test_a_bin_or_idx_that_is_written_again_is_noticed(tmp_path, monkeypatch, su
     size_bytes = path.stat().st_size
     said = f"{path} was written again after it was indexed (it has {size_bytes} bytes as before, and another time): "
     assert str(raised.value) == f"{said}the data must not change during a run; restart to index it again"
-
-
-def test_mapped_files_are_looked_at_when_opened_and_once_a_second(tmp_path, monkeypatch):
-    prefix = write_indexed(tmp_path)
-    path = Path(f"{prefix}.bin")
-    set_age(path, 3600)
-    source = IndexedDocuments(str(prefix), ByteTokenizer())
-    looks, now_s = [], time.monotonic() + 10
-    real = indexed._signs
-    monkeypatch.setattr(indexed, "_signs", lambda prefix, suffix: looks.append(suffix) or real(prefix, suffix))
-    monkeypatch.setattr(indexed, "time", SimpleNamespace(monotonic=lambda: now_s))
-    for _ in range(5):
-        for document in (0, 1):
-            source.read(document, 0, 2)
-        now_s += 0.4
-    assert looks == [".bin", ".idx"] * 2
-    set_age(path, 0)
-    source.read(0, 0, 2)
-    with pytest.raises(DataError, match="was written again"):
-        pickle.loads(pickle.dumps(source)).read(0, 0, 2)
-    now_s += 1
-    with pytest.raises(DataError, match="was written again"):
-        source.read(0, 0, 2)

@@ -175,9 +175,3 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(folder, corpus, tmp_path, c
     assert str(out / "a_text_document") in said
     assert "File too large; check room and permissions" in said
     assert os.listdir(out) == []
-
-
-def test_a_folder_that_cannot_be_made_is_an_error(folder, corpus, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert run(corpus, tmp_path / "file" / "a", folder, "--workers", "1") == 2
-    assert f"cannot write {tmp_path / 'file'}" in capsys.readouterr().err

@@ -1,9 +1,6 @@
 """The stream: order from (seed, position) alone, blends in proportion; sizes of global batches on a ramp."""
 
 import logging
-import multiprocessing
-import pickle
-import time
 from collections import Counter
 from fractions import Fraction
 
@@ -16,7 +13,7 @@ from megatron.core import num_microbatches_calculator
 from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.samples import shuffled
-from megatron.trainer.data.stream import MAX_PERIOD, Blend, interleave, whole_shares
+from megatron.trainer.data.stream import MAX_PERIOD, Blend, whole_shares
 from megatron.trainer.flags.batch_sizes import BatchSizes
 from tests.unit.data.helpers import config, epoch_tokens, write_files
 
@@ -59,11 +56,6 @@ def test_every_epoch_holds_every_sample_once_in_another_order(corpus):
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
 
 
-def test_sample_ids_are_positions(corpus):
-    batch = build_splits(config(corpus)).train.global_batch(1000, 37)
-    assert [sample.sample_id for sample in batch] == list(range(1000, 1037))
-
-
 def test_order_does_not_depend_on_how_positions_are_batched(corpus):
     whole = order(build_splits(config(corpus)).train, 0, 300)
     stream = build_splits(config(corpus)).train
@@ -101,43 +93,6 @@ def test_paths_without_weights_are_one_shuffled_pool(tmp_path):
     letters = "".join(chr(stream.read(sample.sample_id).tokens[0]) for sample in stream.global_batch(0, 41))
     assert Counter(letters) == {"a": 11, "b": 30}
     assert letters != "a" * 10 + "b" * 30 + "a"
-
-
-def _order_in_child(stream, queue):
-    queue.put(order(stream, 30, 40))
-
-
-@pytest.mark.by_day("fork")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_same_order_in_other_processes(corpus, method):
-    stream = build_splits(config(corpus)).train
-    here = order(stream, 30, 40)
-    context = multiprocessing.get_context(method)
-    queue = context.Queue()
-    child = context.Process(target=_order_in_child, args=(stream, queue))
-    child.start()
-    try:
-        assert queue.get() == here
-    finally:
-        child.join(timeout=10)
-        if child.is_alive():
-            child.kill()
-    assert child.exitcode == 0
-
-
-def test_pickling_leaves_the_cached_order_behind(corpus):
-    stream = build_splits(config(corpus, mock=False)).train
-    fresh = len(pickle.dumps(stream))
-    stream.global_batch(0, 10)
-    assert len(pickle.dumps(stream)) == fresh
-
-
-def test_labels_do_not_share_memory_with_tokens(corpus):
-    stream = build_splits(config(corpus)).train
-    longest = max(stream.global_batch(0, 20), key=lambda sample: sample.seqlen)
-    assert longest.seqlen > 10
-    values = stream.read(longest.sample_id)
-    assert not np.shares_memory(values.tokens, values.labels)
 
 
 def test_splits_and_pools_of_equal_size_have_their_own_orders(tmp_path):
@@ -237,29 +192,6 @@ def test_draws_of_a_pool_count_up_and_positions_stand_alone(weights, first, num_
     assert [(int(dataset[0]), int(draw[0])) for dataset, draw in alone] == list(
         zip(datasets[:20].tolist(), draws[:20].tolist(), strict=True)
     )
-
-
-def test_the_docstring_example():
-    datasets, draws = Blend([Fraction(1), Fraction(3)]).locate(np.arange(8))
-    assert datasets.tolist() == [1, 1, 0, 1, 1, 1, 0, 1]
-    assert draws.tolist() == [0, 1, 0, 2, 3, 4, 1, 5]
-
-
-def test_a_far_position_costs_no_more_than_a_near_one():
-    computed_s = []
-    for _ in range(3):  # the least counts: whoever shares a core slows this one
-        blend = Blend([Fraction("0.3"), Fraction("0.7")])
-        start_s = time.process_time()
-        datasets, draws = blend.locate(np.array([10**9, 10**9 + 1]))
-        computed_s.append(time.process_time() - start_s)
-    assert min(computed_s) < 0.1
-    assert draws[0] == pytest.approx(10**9 * (0.3, 0.7)[datasets[0]], abs=1)
-
-
-def test_the_longest_period_is_quick():
-    start = time.process_time()
-    assert len(interleave((MAX_PERIOD - 1000, 900, 99, 1))) == MAX_PERIOD
-    assert time.process_time() - start < 2
 
 
 # 0.19.2 has schedules of steps in its place.

@@ -95,22 +95,6 @@ def test_the_lengths_are_those_of_a_training_run(folder: Path, tokenizer: str, c
     assert sorted(found.tolist()) == planned_lengths("data.jsonl", tokenizer, chats=chats)
 
 
-def test_parquet_of_texts_and_chats(folder: Path, tokenizer: str) -> None:
-    arrow = pytest.importorskip("pyarrow", reason="pip install pyarrow")
-    import pyarrow.parquet
-
-    texts = write_texts()
-    pyarrow.parquet.write_table(arrow.table({"text": texts}), "texts.parquet")
-    assert token_lengths("texts.parquet", tokenizer).tolist() == token_lengths("texts.jsonl", tokenizer).tolist()
-    Path("chats.jsonl").write_bytes(b"\n".join(line_of(chat) for chat in CHATS))
-    rows = [json.loads(line_of(chat)) for chat in CHATS]
-    pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), "chats.parquet")
-    assert token_lengths("chats.parquet", tokenizer).tolist() == token_lengths("chats.jsonl", tokenizer).tolist()
-    pyarrow.parquet.write_table(arrow.table({"text": [3]}), "wrong.parquet")
-    with pytest.raises(DataError, match=r"wrong\.parquet row 1: field 'text' is a int, not a string"):
-        token_lengths("wrong.parquet", tokenizer)
-
-
 def test_the_command_counts_and_writes(folder: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_texts()
     for output in ("lengths.npy", "lengths.txt"):
@@ -223,25 +207,6 @@ def test_pieces_of_any_size_find_the_same_lines(tmp_path, monkeypatch, piece_byt
     assert made.counts == {"blank lines": num_blank, "learned tokens": 0, UNREAD + "n": 1}
 
 
-def test_processes_and_one_process_make_the_same_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizing, "PIECE_BYTES", 300)
-    write_files(tmp_path, {f"{name}.jsonl": content for name, content in CORPORA.items()})
-    alone, together = (index(tmp_path, num_processes) for num_processes in (1, 2))
-    assert together.digest == alone.digest
-
-
-def test_the_number_of_processes_follows_the_size(tmp_path, monkeypatch):
-    asked = []
-    real = tokenizing.map_in_processes
-    monkeypatch.setattr(tokenizing, "map_in_processes", lambda f, t, n: asked.append(n) or real(f, t, 1))
-    monkeypatch.setattr(tokenizing, "num_usable_cpus", lambda: 3)
-    monkeypatch.setattr(tokenizing, "BYTES_PER_PROCESS", 10)
-    for size in (1, 2, 100):
-        write_files(tmp_path, {"a.jsonl": b"{}\n".replace(b"{}", b'{"text":""}') * size})
-        index(tmp_path)
-    assert asked == [1, 2, 3]
-
-
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_first_bad_line_is_named_by_its_place_in_the_file(tmp_path, monkeypatch, num_processes):
     monkeypatch.setattr(tokenizing, "PIECE_BYTES", 64)
@@ -266,27 +231,11 @@ def lines_of(path, size_bytes, block_bytes=1 << 20):
     return [line for content, _ in pieces for line in split_lines(content)]
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "x"}\n' * 3)
-    for block_bytes in (5, 42, 1000):
-        with pytest.raises(DataError, match="has 42 bytes but had 100 when it was listed"):
-            lines_of(path, 100, block_bytes)
-
-
 def test_what_is_appended_while_it_is_read_is_not_looked_at(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "x"}\n{"text": "y"}\nnot yet whole')
     assert lines_of(path, 28) == [b'{"text": "x"}', b'{"text": "y"}']
     assert lines_of(path, 20)[1] == b'{"text', "a line that was half written when the file was listed"
-
-
-def test_a_line_of_any_size_is_looked_at_once(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "' + b"h" * 1_000_000 + b'"}\n{"text": "z"}\n')
-    started = time.process_time()
-    assert len(lines_of(path, path.stat().st_size, 1000)) == 2
-    assert time.process_time() - started < 2
 
 
 # The functions are some that a process without this module can find.

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli.parameters import KINDS
-from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.lengths import read
-from dynamic_cp.lengths.megatron_index import HEADER, MAGIC, read_megatron_index
+from dynamic_cp.lengths.megatron_index import read_megatron_index
 from dynamic_cp.lengths.read import COLUMNS, MAX_LENGTH, READERS, read_length_array, read_lengths
 from tests import patience
 
@@ -96,36 +95,24 @@ def test_a_sample_of_an_index_is_a_document(tmp_path, caplog, modes):
     [
         ("a.txt", b"", "holds 0 lengths"),
         ("a.txt", b"3 2.5", "entry 2 is '2.5'"),
-        ("a.txt", b"3 nan", "entry 2 is 'nan', an integer is needed"),
         ("a.txt", b"3 0", "entry 2 is 0, a length is at least 1"),
         ("a.txt", b"3 2147483648", "entry 2 is '2147483648', a length is at most 2147483647"),
-        ("a.txt", b"7" * 5000, "entry 1 is '777.*an integer is needed"),
         ("a.npy", b"\x93NUMPY\x01\x00\x04\x00{{{\n", "is not a .npy file"),
         ("a.csv", b"a,b\n1,2\n", "none of its 2 columns"),
         ("a.csv", b"length,num_tokens\n1,2\n", "has the columns length and num_tokens: keep the one in tokens"),
         ("a.csv", b"name,seqlen\nx\n", "line 2 has 1 cells, line 1 has 2: fill or drop the row"),
         ("a.csv", b"length\n1,000\n2,000\n", "line 2 has 2 cells, line 1 has 1: .* write numbers without separators"),
-        ("a.csv", b"7\n1,000\n", "line 2 has 2 cells, line 1 has 1"),
-        ("a.csv", b"1,000\n", "none of its 2 columns"),
         ("a.csv", b'"1,000"\n500\n', "entry 1 is '1,000'"),  # no name of a column, which would leave it out
         ("a.csv", b"1k\n500\n", "entry 1 is '1k'"),
-        ("a.csv", b"length\n1_000\n", "entry 1 is '1_000'"),
-        ("a.csv", b"length\n1e3\n", "entry 1 is '1e3'"),
-        ("a.csv", b"length\nTrue\n", "entry 1 is 'True'"),
         ("a.csv", b"length;name\n1000;x\n", "entry 1 is '1000;x'"),
-        ("a.csv", b"length\tname\n1000\tx\n", "entry 1 is '1000.tx'"),
         ("a.txt", "3 \u0661\u0662".encode(), "entry 2 is"),
-        ("a.txt", b"3 1,000", "entry 2 is '1,000'"),
         ("a.jsonl", b'{"length": "1_000"}', "key 'length', is '1_000'"),
-        ("a.jsonl", b'{"length": 1e3}', "key 'length', is 1000.0"),
         ("a.csv", b"seqlen\n", "holds 0 lengths"),
         ("a.csv", b"name,seqlen\nx,3\ny,\n", "entry 2 is '', an integer is needed"),
         ("a.jsonl", b"", "holds 0 lengths"),
         ("a.jsonl", b"3\n{", "line 2 is not JSON"),
         ("a.jsonl", b"3\n2.5", "line 2 is 2.5"),
-        ("a.jsonl", b"3\nNaN", "line 2 is nan"),
         ("a.jsonl", b"3\ntrue", "line 2 is True"),
-        ("a.jsonl", b"3\n[4]", r"line 2 is \[4\]"),
         ("a.jsonl", b"3\n\n0", "line 3 is 0, a length is at least 1"),
         ("a.jsonl", b'{"seqlen": 5}\n{"seqlen": -5}', "line 2, key 'seqlen', is -5, a length is at least 1"),
         ("a.jsonl", b'{"length": null}', "line 1, key 'length', is None"),
@@ -133,12 +120,10 @@ def test_a_sample_of_an_index_is_a_document(tmp_path, caplog, modes):
         ("a.jsonl", b'{"length": 4, "num_tokens": 1}', "line 1 has the keys length and num_tokens: keep"),
         ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
         ("a.jsonl", b"9" * 5000, "line 1 is not JSON"),
-        ("a.jsonl", b"-" + b"9" * 4000, "line 1 is a huge int|line 1 is -999.*at least 1"),
         ("a.idx", b"nonsense!", "a Megatron index with"),  # more of them: tests/unit/data/test_indexed.py
         ("a.idx", index_bytes([[3], [4]], token_type=7), "has token type 7"),
         ("a.idx", index_bytes([[3], [4]], token_bytes=2), "do not lie one after the other"),
         ("a.idx", index_bytes([]), "holds 0 lengths"),
-        ("a.idx", index_bytes([[], [0]]), "holds 0 lengths"),
         ("a.idx", index_bytes([[5], [2**31 - 1, 1]]), "document 1 is 2147483648, a length is at most"),
         ("a.json", b"[1]", "give a .npy, .txt, .csv, .jsonl, .parquet, .idx file"),
         ("a", b"1", "a has no ending that says what it is: give a .npy"),
@@ -176,14 +161,12 @@ def test_bad_length_files(tmp_path, name, content, says):
     [
         (np.array([1.5]), r"is not a \.npy file.*holds float64, integers are needed: save whole tokens with \.astype"),
         (np.array([1, np.nan, 3]), "drop entry 2, which is nan"),
-        (np.array([True]), "holds bool"),
         (np.array(["7"]), "holds text, integers are needed"),
         (np.array([3, None], dtype=object), r"Python objects, integers are needed: save whole tokens with \.astype"),
         (np.array([[1, 2]]), r"shape is \(1, 2\), one dimension"),
         (np.array(7), r"shape is \(\), one dimension"),
         (np.array([], dtype=np.int64), "holds 0 lengths"),
         (np.array([5, -1, 0]), "entry 2 is -1"),
-        (np.array([5, 0], dtype=np.uint8), "entry 2 is 0"),
         (np.array([5, 2**64 - 1], dtype=np.uint64), "entry 2 is 18446744073709551615, a length is at most"),
     ],
 )
@@ -267,20 +250,6 @@ def test_boundaries_whose_differences_overflow_are_damaged(tmp_path):
     (tmp_path / "a.idx").write_bytes(bytes(content))
     with pytest.raises(DataError, match="do not rise"):
         read_lengths(tmp_path / "a.idx")
-
-
-@pytest.mark.parametrize("kind", [".npy", ".idx"])
-def test_a_million_lengths_are_read_without_python_integers(tmp_path, kind):
-    lengths = np.random.default_rng(0).integers(1, 5000, 1_000_000)
-    if kind == ".npy":
-        np.save(tmp_path / "a.npy", lengths.astype(np.uint32))
-    else:
-        content = HEADER.pack(MAGIC, 1, 4, len(lengths), len(lengths) + 1) + lengths.astype("<i4").tobytes()
-        content += (4 * (np.cumsum(lengths) - lengths)).tobytes() + np.arange(len(lengths) + 1).tobytes()
-        (tmp_path / "a.idx").write_bytes(content)
-    started_s = time.process_time()
-    np.testing.assert_array_equal(read_length_array(tmp_path / f"a{kind}"), lengths)
-    assert time.process_time() - started_s < 2, "about 0.01 s of array operations; a loop takes seconds"
 
 
 ROWS = "\n".join(map(str, LENGTHS))
@@ -368,13 +337,6 @@ def test_several_batches_come_out_of_one_pipe(
         monkeypatch.setattr(sys, "stdin", stdin)
         assert cli.main(words) == 0
     assert len(json.loads(capsys.readouterr().out)["policies"]["balanced"]["batches"]) == 3
-
-
-def test_lengths_are_drawn_from_an_array_as_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(ROWS)
-    arguments: dict[str, Any] = {"num_samples": 30, "seed": 3, "max_seqlen": 200, "min_seqlen": 1, "overlong": "drop"}
-    drawn = draw_lengths(np.array(LENGTHS), **arguments)
-    assert drawn.tolist() == draw_lengths(tmp_path / "a.txt", **arguments).tolist()
 
 
 def test_an_index_needs_a_file(tmp_path: Path) -> None:
