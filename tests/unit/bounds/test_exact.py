@@ -6,10 +6,9 @@ import sys
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from dynamic_cp.decide.bounds import bound_at, lower_bound
+from dynamic_cp.decide.bounds import lower_bound
 from dynamic_cp.decide.bounds.exact import exact_plan
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.pipeline.simulator import makespan_ns
@@ -21,7 +20,6 @@ from tests.unit.bounds.brute_force import best_plan, tiny_case
 from tests.unit.support import (
     TINY_HARDWARE,
     TINY_MODEL,
-    causal,
     frozen_cost_model,
     samples_of,
     tiny_cost_model,
@@ -188,15 +186,6 @@ def test_exact_reproduces_the_frozen_optimum(pp_size, num_lanes, limit, lengths,
     assert all(bucket.samples for bucket in exact.plan.buckets)
 
 
-def test_empty_places_can_only_help():
-    model = tiny_cost_model(Topology(num_lanes=2, pp_size=2), max_tokens_per_rank=64)
-    samples = samples_of([73, 51, 44])
-    makespans = [
-        exact_plan(samples, model, counts=(3, 3), allow_empty=allow_empty).makespan_s for allow_empty in (True, False)
-    ]
-    assert makespans[0] < makespans[1]
-
-
 def test_a_known_plan_is_only_improved():
     model = tiny_cost_model(Topology(num_lanes=2), max_tokens_per_rank=64)
     samples = samples_of([100, 60, 9])
@@ -216,20 +205,6 @@ def test_a_search_that_is_cut_short_says_so_and_bounds():
     cut = exact_plan(samples, model, counts=(3, 3), max_nodes=1)
     assert cut.status == "limit"
     assert 0 < cut.bound_s < cut.makespan_s
-
-
-def test_the_bound_of_one_number_of_microbatches_is_below_its_optimum():
-    checked = 0
-    for seed in range(100, 130):
-        samples, model, counts = tiny_case(seed, 300)
-        seqlens = np.array(sorted((sample.seqlen for sample in samples), reverse=True))
-        for count in counts:
-            best = best_plan(samples, model, range(count, count + 1))
-            bound_s = bound_at(causal(seqlens), model.table, model.topology, model.options.max_tokens_per_rank, count)
-            if best is not None:
-                assert bound_s <= best.makespan_s
-                checked += 1
-    assert checked >= 20
 
 
 def test_rounded_rank_tokens_are_refused():

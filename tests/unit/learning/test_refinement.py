@@ -135,18 +135,6 @@ def test_bounds_hold_step_by_step() -> None:
     assert present.overhead == MOST
 
 
-@pytest.mark.by_day("0.1")
-@pytest.mark.parametrize("outliers", [0.0, 0.1])
-def test_order_does_not_matter(outliers: float) -> None:
-    observations = observe(PLANTED, outliers=outliers)
-    first = refined(observations)
-    for seed in range(2):
-        shuffled = observations.copy()
-        random.Random(seed).shuffle(shuffled)
-        assert refined(shuffled) == first
-    assert first.multipliers != Multipliers()
-
-
 def test_nonsense_is_ignored_and_counted() -> None:
     good = observe(PLANTED)
     nan, inf = float("nan"), float("inf")
@@ -270,13 +258,6 @@ def test_error_figures_by_hand() -> None:
     assert PricedObservations([], cost_model).error(cost_model).describe() == "no bucket compared"
 
 
-def test_multipliers_survive_a_checkpoint() -> None:
-    result = refined(observe(PLANTED))
-    saved = Multipliers.from_dict(json.loads(json.dumps(result.multipliers.to_dict())))
-    assert saved == result.multipliers
-    assert saved.apply(HARDWARE) == result.hardware
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -291,11 +272,6 @@ def test_multipliers_survive_a_checkpoint() -> None:
 def test_bad_multipliers_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         Multipliers.from_dict({**Multipliers().to_dict(), **changes})
-
-
-def test_bad_iterations_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="iterations 5 to 4 are not a range"):
-        refined([], iterations=(5, 4))
 
 
 FIRST, SECOND = Multipliers(linear=1.5), Multipliers(linear=1.25, exchange=2.0)
@@ -315,15 +291,6 @@ def test_a_resumed_run_plans_what_was_in_flight_as_before() -> None:
     resumed = Coefficients.from_dict(TINY_HARDWARE, json.loads(json.dumps(coefficients.to_dict())))
     assert resumed == coefficients
     assert [resumed.multipliers(iteration) for iteration in (41, 42, 43)] == [FIRST, FIRST, SECOND]
-
-
-def test_what_nobody_asks_for_any_more_is_forgotten() -> None:
-    coefficients = Coefficients(base=TINY_HARDWARE)
-    for number in range(1, 50):
-        factors = Multipliers(linear=1 + number / 100)
-        coefficients = coefficients.changed(20 * number + 3, factors, oldest=20 * number)
-        assert len(coefficients.changes) <= 2
-        assert coefficients.multipliers(20 * number).linear == (1 + (number - 1) / 100 if number > 1 else 1)
 
 
 @pytest.mark.parametrize("first", [0, -1, 22, 23, True, "24"])

@@ -1,6 +1,5 @@
 """blocks: plans whose micro-batches are placed, chosen when they are faster."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,7 +31,6 @@ from dynamic_cp.types import (
     CP_COMM_TYPES,
     FULL,
     Bucket,
-    CausalBlockwise,
     Lambda,
     MicroBatch,
     Placement,
@@ -63,12 +61,6 @@ def job(num_lanes: int = 4, limit: int = 512, pp_size: int = 1, vp_size: int = 1
     }  # fmt: skip
 
 
-def masked(lengths: list[int], rng: random.Random) -> list[Sample]:
-    rules = [parse_mask_rule("shared_question:4x0.2"), lambda _: Lambda(8, 64), lambda _: CausalBlockwise(32, 1)]
-    rules += [lambda _: None, lambda _: FULL]
-    return [Sample(sample_id=i, seqlen=n, mask=rng.choice(rules)(n)) for i, n in enumerate(lengths)]
-
-
 def placed_plan(samples: Sequence[Sample], placement: Placement | None, num_lanes: int, limit: int = 64) -> Plan:
     """Return a plan with one bucket, on all lanes."""
     bucket = Bucket(first_lane=0, cp_size=num_lanes, cp_comm_type="blocks", samples=tuple(samples), placement=placement)
@@ -87,20 +79,6 @@ def test_the_choice_is_never_slower_than_without_them_and_faster_on_sparse_masks
         ratios.append(without / with_blocks)
     assert min(ratios) >= 1.0
     assert min(ratios[1:]) >= 1.3
-
-
-def test_a_placement_on_lanes_that_are_not_there_is_refused() -> None:
-    samples = samples_of([300])
-    bucket = next(plan_global_batch(samples, **job(4, 128, cp_comm_types=("blocks",))).plan.buckets)
-    assert bucket.placement is not None
-    for table, what in (("homes", "home"), ("tiles", "tile")):
-        rows = getattr(bucket.placement, table).copy()
-        rows[0, 3 if table == "homes" else 2] = 9
-        wrong = replace(bucket, placement=replace(bucket.placement, **{table: rows}))
-        plan = plan_of_buckets([wrong], topology=Topology(num_lanes=4), max_tokens_per_rank=128)
-        says = f"{what} 0 of its placement is on lane 9 of {bucket.num_inner_groups}"
-        with pytest.raises(IllegalPlanError, match=says):
-            check_plan(plan, samples)
 
 
 def test_one_lane_needs_no_placement() -> None:

@@ -7,13 +7,11 @@ import pytest
 from dynamic_cp.convex import Linear
 from dynamic_cp.decide.plan_arrays import plan_lengths
 from dynamic_cp.decide.sent import sent_by_plan
-from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import AUTO, CP_COMM_TYPES, ModelShape, Plan, Topology, exchanges_of
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, plan_of_buckets, problem_of, samples_of
@@ -138,11 +136,3 @@ def test_the_planner_takes_it_where_it_pays(nodes_apart):
         )  # fmt: skip
         assert arrays.predicted_s == found[ANY][0], "auto means the same to plans as arrays"
         assert "latent" in arrays.cp_comm_type
-
-
-def test_a_model_without_latents_has_none_to_send():
-    four = Topology(num_lanes=4)
-    with pytest.raises(UnsupportedFeatureError, match="kv_lora_rank of this model is 0: use p2p or auto"):
-        CostModel(problem_of(four, cp_comm_types=LATENT))
-    any_of, plain = (CostModel(problem_of(four, cp_comm_types=names)).table.terms for names in (ANY, CP_COMM_TYPES))
-    assert (any_of == plain).all()

@@ -86,19 +86,6 @@ def test_one_shape_of_exchange_in_its_limits():
     assert MECHANISMS["a2a+p2p"].kept_bytes(8, 2, 3.0, 5.0, 2) == 3.0 + 4 * 2 * 5.0
 
 
-def test_names_for_people():
-    assert [str(Attention(name, 2)) for name in CP_COMM_TYPES] == ["p2p", "a2a", "all_gather", "a2a+p2p/2"]
-    assert str(Attention()) == "p2p"
-
-
-@pytest.mark.parametrize(
-    ("query_heads", "kv_heads", "inner", "copies", "per_lane"),
-    [(32, 32, 8, 1, 4), (32, 8, 8, 1, 1), (32, 4, 8, 2, 1), (32, 1, 8, 8, 1), (24, 6, 4, 2, 3), (7, 7, 1, 1, 7)],
-)
-def test_heads_by_hand(query_heads, kv_heads, inner, copies, per_lane):
-    assert kv_heads_of(query_heads, kv_heads, inner) == (copies, per_lane)
-
-
 def test_every_lane_has_the_kv_heads_of_its_query_heads():
     """The rule of the docstring for all small numbers: lanes hold whole groups, and gathering is never cheaper."""
     num_repeated = 0
@@ -123,14 +110,6 @@ def test_every_lane_has_the_kv_heads_of_its_query_heads():
                 assert per_lane <= kv_heads
                 num_repeated += copies > 1
     assert num_repeated > 100
-
-
-def test_heads_of_a_tp_rank():
-    assert heads_of_rank(TINY_MODEL, 1) == (4, 2)
-    assert heads_of_rank(TINY_MODEL, 2) == (2, 1)
-    assert heads_of_rank(TINY_MODEL, 4) == (1, 1)
-    assert heads_of_rank(TINY_MODEL, 3) is None
-    assert heads_of_rank(replace(TINY_MODEL, num_attention_heads=12, num_query_groups=3), 2) is None
 
 
 def test_every_tp_rank_has_the_kv_heads_of_its_query_heads():
@@ -160,45 +139,6 @@ def sent(cp_size: int, exchange: str, inner: int = 1, query_heads: int = 8, kv_h
     model = replace(TINY_MODEL, num_attention_heads=query_heads, num_query_groups=kv_heads)
     bucket = Bucket(first_lane=0, cp_size=cp_size, cp_comm_type=exchange, inner_cp_size=inner)
     return sent_by(bucket, TOKENS, model, 1, ELEMENT)
-
-
-def counted_inner(inner: int, query_heads: int, kv_heads: int) -> int:
-    """Rank 0 sends each other lane its query heads (and gets as many outputs), and the KV heads that serve them."""
-    copies, per_lane = kv_heads_of(query_heads, kv_heads, inner)
-    others = 0
-    for lane in range(1, inner):
-        queries = range(lane * query_heads // inner, (lane + 1) * query_heads // inner)
-        keys = [head // copies for head in range(lane * per_lane, (lane + 1) * per_lane)]
-        assert {head * kv_heads // query_heads for head in queries} == set(keys)
-        outputs = query_heads // inner  # what rank 0 computed of the tokens of that lane
-        others += len(queries) + 2 * len(keys) + outputs
-    return others * HEAD
-
-
-@pytest.mark.parametrize(
-    ("cp_size", "exchange", "inner", "query_heads", "kv_heads"),
-    [
-        (1, "p2p", 1, 8, 8),
-        (8, "p2p", 1, 8, 2),
-        (8, "all_gather", 1, 8, 8),
-        (8, "a2a", 8, 8, 8),
-        (8, "a2a", 8, 8, 2),
-        (8, "a2a+p2p", 4, 8, 8),
-        (8, "a2a+p2p", 2, 8, 1),
-        (32, "a2a+p2p", 8, 24, 6),
-    ],
-)
-def test_bytes_by_counting(cp_size, exchange, inner, query_heads, kv_heads):
-    found = sent(cp_size, exchange, inner, query_heads, kv_heads)
-    copies, per_lane = kv_heads_of(query_heads, kv_heads, inner)
-    # Of the tokens of its inner group a rank holds some heads; those go round the ring.
-    shard = inner * per_lane * 2 * HEAD
-    assert found.ring_step == shard == copies * kv_heads * 2 * HEAD
-    assert found.ring_steps == cp_size // inner - 1
-    assert found.inner == counted_inner(inner, query_heads, kv_heads)
-    assert found.inner_steps == (4 if inner > 1 else 0)
-    assert found.forward == found.ring_steps * shard + found.inner
-    assert found.backward == 2 * found.ring_steps * shard + found.inner
 
 
 def test_a_hierarchy_sends_3_shards_over_the_nic_where_the_ring_sends_31():

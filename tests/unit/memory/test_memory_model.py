@@ -10,9 +10,7 @@ from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.memory import memory_model
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.memory.memory_model import SAFETY_FRACTION, MemoryModel
-from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.types import (
-    AUTO_CHUNK_TOKENS,
     SHARDED,
     Bucket,
     DataParallel,
@@ -293,28 +291,6 @@ def test_what_is_too_large_may_be_logits():
         memory(topology, **given, loss_chunk_tokens=64).check_limit_fits(64)
 
 
-def test_logits_of_a_long_context_fit_in_2_gb():
-    """32k tokens and 152k words: of 39.9 GB what a chunk has stays, beside the norm of all tokens."""
-    topology, model, hardware = Topology(num_lanes=8), load_model("qwen2.5-7b"), load_hardware("h100")
-    whole, chunked = (
-        memory(topology, model, hardware, loss_chunk_tokens=chunk).peak_at(32768)[0].logits_bytes
-        for chunk in (0, AUTO_CHUNK_TOKENS)
-    )
-    assert whole == pytest.approx(40.2e9, rel=0.02)
-    assert chunked < 2e9
-
-
-def test_weights_of_stages_by_hand():
-    split = memory(Topology(num_lanes=4, tp_size=2, pp_size=2))
-    # Two layers of 448 / 2 + 16 weights; the embedding's half on the first stage, the head's and a norm on the last.
-    assert [split.num_weights(stage) for stage in (0, 1)] == [2 * 240 + 40, 2 * 240 + 40 + 8]
-    tied = replace(MODEL, share_embeddings_and_output_weights=True)
-    assert memory(Topology(num_lanes=1), model=tied).num_weights(0) == tied.num_parameters == 1944
-    # With more stages the last one has a copy of the shared table.
-    staged = memory(Topology(num_lanes=1, pp_size=2), model=tied)
-    assert staged.num_weights(0) + staged.num_weights(1) == 2024
-
-
 def test_activations_of_a_token_by_hand():
     """Four tensors of 16 bytes, queries and outputs of 16, keys and values of 16, two inner tensors of 32, 4 fp32."""
     none = activation_bytes(MODEL, Topology(num_lanes=1), OPTIONS)
@@ -467,17 +443,6 @@ def test_a_hierarchy_keeps_the_keys_and_values_of_its_ring():
     assert memory(Topology(num_lanes=8)).peak_at(0)[0].communicators_bytes == 1000 * (3 + 3)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("vp_size", [1, 2])
-def test_more_tokens_need_more_and_the_first_stages_most(recompute, vp_size):
-    model = memory(Topology(num_lanes=4, pp_size=2, vp_size=vp_size), recompute=recompute)
-    totals = [[stage.total_bytes for stage in model.peak_at(tokens)] for tokens in (0, 2, 50, 4000)]
-    for fewer, more in itertools.pairwise(totals):
-        assert all(one < other for one, other in zip(fewer, more, strict=True))
-    first, last = model.peak_at(1000)
-    assert first.activations_bytes > last.activations_bytes > 0
-
-
 def test_the_automatic_limit_is_the_largest_that_fits():
     topology = Topology(num_lanes=8, tp_size=2, pp_size=2, sequence_parallel=True)
     model = memory(topology)
@@ -515,18 +480,3 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
         memory(topology, hardware=replace(HARDWARE, hbm_bytes=1.2e5)).max_tokens_per_rank()
     with pytest.raises(InvalidInputError, match="'tiny' gives no hbm_bytes"):
         memory(topology, hardware=TINY_HARDWARE).max_tokens_per_rank()
-
-
-def test_a_13b_model_on_80_gb_is_plausible():
-    """On 8 stages with full recomputation 16k tokens a rank fit with room; on one rank not even the state does."""
-    model, hardware = load_model("llama-2-13b"), load_hardware("h100")
-    staged = memory(Topology(num_lanes=32, pp_size=8), model, hardware, recompute="full")
-    staged.check_limit_fits(16384, 8)
-    assert 20e9 < staged.peak_at(16384, 8)[0].total_bytes < 40e9
-    assert 32768 < staged.max_tokens_per_rank(max_seqlen=131072) < 131072
-    with pytest.raises(MemoryLimitError, match="most goes to gradients"):
-        memory(Topology(num_lanes=64), model, hardware, recompute="full").check_limit_fits(2)
-    # NVIDIA trains 13B with TP 8 on one node of A100-80GB with selective recomputation and 2048-token sequences.
-    node = Topology(num_lanes=1, tp_size=8, sequence_parallel=True)
-    a100 = memory(node, model, load_hardware("a100-80gb"), recompute="selective")
-    assert 10_000 < a100.max_tokens_per_rank() < 60_000

@@ -91,39 +91,6 @@ def test_a_hugging_face_config(tmp_path):
     assert catalog.load_model(config_file(tmp_path, model_type="mistral", sliding_window=None)).num_layers == 32
 
 
-@pytest.mark.parametrize(
-    ("changes", "windowed", "skip"),
-    [
-        ({"model_type": "mistral", "sliding_window": 1024}, range(6), 0),
-        ({"model_type": "mistral", "sliding_window": None}, (), 0),
-        ({"model_type": "qwen2", "sliding_window": 1024, "max_window_layers": 2}, (), 0),
-        ({"model_type": "qwen2", "sliding_window": 1024, "use_sliding_window": True}, (), 0),  # from layer 28 on
-        (
-            {"model_type": "qwen2", "sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 2},
-            range(2, 6),
-            (0, 0, 1, 1, 1, 1),
-        ),
-        ({"model_type": "gemma2", "sliding_window": 1024}, (0, 2, 4), 2),
-        ({"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 3}, (0, 1, 3, 4), 3),
-        ({"model_type": "gemma3_text", "sliding_window": 1024}, range(5), 6),
-        (
-            {
-                "model_type": "qwen3", "head_dim": 128, "use_sliding_window": True, "sliding_window": 1024,
-                "layer_types": ["sliding_attention", "full_attention"] * 3,
-            },
-            (0, 2, 4),
-            2,
-        ),
-    ],
-)  # fmt: skip
-def test_layers_with_windows_are_those_of_transformers(tmp_path, changes, windowed, skip):
-    model = catalog.load_model(config_file(tmp_path, num_hidden_layers=6, **changes))
-    assert (model.window_tokens, model.window_attn_skip_freq) == (1024 if windowed else 0, skip)
-    assert model.num_windowed_layers == len(windowed)
-    trained = [text for text in catalog.load_architecture(tmp_path / "config.json").not_trained if "window" in text]
-    assert trained == []
-
-
 def test_a_model_file_with_windows(tmp_path):
     data = json.loads((DATA / "models" / "llama-3-8b.json").read_text())
     path = tmp_path / "model.json"
@@ -325,9 +292,6 @@ def test_a_diffusers_config(tmp_path):
         ({"model_type": "gpt_neox"}, "model_type is 'gpt_neox', known are llama, mistral, qwen2, qwen3"),
         ({"model_type": "gone"}, "model_type is None"),
         ({"hidden_size": "gone"}, "lacks hidden_size"),
-        ({"num_hidden_layers": "gone"}, "lacks num_hidden_layers"),
-        ({"intermediate_size": "gone"}, "lacks intermediate_size"),
-        ({"vocab_size": "gone"}, "lacks vocab_size"),
         ({"model_type": "mistral", "num_key_value_heads": "gone"}, "lacks num_key_value_heads"),
         ({"model_type": "qwen3"}, "lacks head_dim"),
         ({"sliding_window": 4096}, "sliding_window is 4096, which model_type llama does not have"),
@@ -344,7 +308,6 @@ def test_a_diffusers_config(tmp_path):
         ),
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention', it must be a list"),
         ({"num_attention_heads": 30}, "hidden_size 4096 is not a multiple of num_attention_heads 30: give head_dim"),
-        ({"num_attention_heads": 0}, "give head_dim"),
         ({"vocab_size": 1.5}, "vocab_size is 1.5, it must be a whole number"),
         ({"vocab_size": True}, "vocab_size is True, it must be a whole number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
@@ -354,20 +317,12 @@ def test_a_diffusers_config(tmp_path):
         ({"model_type": "qwen3", "head_dim": 0}, "config.json: head_dim is 0, .*: give 1 <= head_dim"),
         ({"vocab_size": 2**40}, "config.json: vocab_size is 1099511627776, the largest allowed value"),
         ({"num_local_experts": 8}, r"'llama' has experts \(num_local_experts 8\), which cannot be priced yet"),
-        ({"kv_lora_rank": 512}, r"latent attention \(kv_lora_rank 512\)"),
-        ({"num_nextn_predict_layers": 1}, r"prediction of several tokens \(num_nextn_predict_layers 1\)"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
         (
             DEEPSEEK_V3 | {"first_k_dense_replace": 3},
             "lacks moe_intermediate_size: it needs n_routed_experts, num_experts_per_tok",
         ),
         (DEEPSEEK_V3 | {"kv_lora_rank": None}, "lacks kv_lora_rank: it needs kv_lora_rank, qk_nope_head_dim"),
-        (DEEPSEEK_V3 | {"v_head_dim": "gone"}, "lacks v_head_dim"),
-        (DEEPSEEK_V3 | {"q_lora_rank": "all"}, "q_lora_rank is 'all', it must be a whole number"),
-        (
-            QWEN3_MOE | {"moe_intermediate_size": "gone"},
-            "lacks moe_intermediate_size: it needs num_experts, num_experts_per",
-        ),
         (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, it must be at"),
         (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers is 3, it must be a list of"),
         (OLD_DEEPSEEK | {"moe_layer_freq": 0}, "moe_layer_freq is 0, it must be at"),
@@ -391,8 +346,6 @@ def test_a_config_that_does_not_fit_names_the_key(tmp_path, changes, says):
         {},
         {"model_type": "mistral", "sliding_window": 9},
         {"model_type": "smollm3"},
-        {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
-        {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
         {"model_type": "qwen3_next"},
         {"model_type": "granitemoehybrid"},
     ],
@@ -502,15 +455,12 @@ def broken(kind, change):
         ("hardware", broken("hardware", lambda d: d.update(name=3)), "name is 3"),
         ("hardware", broken("hardware", lambda d: d.update(peak_flops_per_s=1e9)), "must be {.value.: number"),
         ("hardware", broken("hardware", lambda d: d["peak_flops_per_s"].update(value="1")), "'1', it must be a number"),
-        ("hardware", broken("hardware", lambda d: d["peak_flops_per_s"].update(value=True)), "it must be a number"),
         ("hardware", broken("hardware", lambda d: d["peak_flops_per_s"].update(value=-1)), "number >= 0"),
         ("hardware", broken("hardware", lambda d: d["peak_flops_per_s"].update(value=0)), "must be > 0"),
         ("hardware", broken("hardware", lambda d: d["linear_extra_tokens"].update(value=float("nan"))), "number >= 0"),
         ("hardware", broken("hardware", lambda d: d["peak_flops_per_s"].update(source=" ")), "has no source"),
-        ("models", "{", "is not JSON"),
         ("models", broken("models", lambda d: d.pop("num_layers")), "lacks num_layers"),
         ("models", broken("models", lambda d: d.update(num_layers=32.0)), "num_layers is 32.0"),
-        ("models", broken("models", lambda d: d.update(num_layers=True)), "is true, a whole number is needed"),
         ("models", broken("models", lambda d: d.update(num_layers=0)), "num_layers is 0"),
         ("models", broken("models", lambda d: d.update(colour=8)), "unknown entries colour"),
         ("models", broken("models", lambda d: d.update(experts=8)), "experts is 8, an object is needed"),
@@ -531,7 +481,6 @@ def test_a_malformed_file_is_named(tmp_path, kind, text, says):
         (lambda d: d.pop("norm_epsilon"), "architecture lacks norm_epsilon: known are normalization"),
         (lambda d: d.update(colour="red"), "architecture has unknown colour"),
         (lambda d: d.update(rotary_base=1.5), "rotary_base is 1.5, it must be of type int"),
-        (lambda d: d.update(rotary_base=True), "rotary_base is True, it must be of type int"),
         (lambda d: d.update(norm_epsilon="1e-5"), "norm_epsilon is '1e-5', it must be of type float"),
         (lambda d: d.update(add_qkv_bias=1), "add_qkv_bias is 1, it must be of type bool"),
         (lambda d: d.update(normalization="rms"), "normalization is 'rms', it must be one of LayerNorm, RMSNorm"),
@@ -560,11 +509,7 @@ def test_an_unreadable_file(tmp_path):
     ("model_type", "changes", "says"),
     [
         ("kimi_linear", {"linear_attn_config": {"kda_layers": [1, 2, 3]}, "kv_lora_rank": 512}, "linear attention"),
-        ("minimax_m1", {"attn_type_list": [0, 1], "num_local_experts": 32}, "linear attention"),
-        ("olmo_hybrid", {"linear_key_head_dim": 96}, "linear attention"),
-        ("mamba", {"state_size": 16}, "state spaces"),
         ("jamba", {"mamba_d_state": 16, "num_experts": 16}, "state spaces"),
-        ("falcon_h1", {"mamba_n_heads": 48}, "state spaces"),
         ("lfm2_moe", {"conv_L_cache": 3, "num_experts": 32}, "short convolutions"),
         ("recurrent_gemma", {"lru_width": 2560}, "recurrent layers"),
         ("deepseek_v32", {"index_topk": 2048, "kv_lora_rank": 512, "n_routed_experts": 256}, "sparse attention"),

@@ -8,7 +8,6 @@ import pytest
 from dynamic_cp.packing.anneal import anneal
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.judge import grid_of_packing, makespan_ns
-from dynamic_cp.packing.nested import pack_nested
 from dynamic_cp.packing.static import pack_next_fit
 from dynamic_cp.types import Topology
 from tests.unit.packing.packings import check_packing, descending
@@ -46,23 +45,6 @@ def test_lanes_last_as_long_as_their_buckets_in_sum(num_lanes):
         grid = grid_of_packing(causal(seqlens), packing, model)
         sums = grid.chunk_ns.sum(axis=(0, 1)) + grid.edge_ns.sum(axis=(0, 1, 2))
         assert makespan_ns(causal(seqlens), packing, model) == sums.max()
-
-
-def test_without_moves_nothing_changes():
-    seqlens, model, durations, _ = job(4, 0)
-    _, start = pack_nested(causal(seqlens), durations, 4, 8, 1e9)
-    packing = anneal(causal(seqlens), start, model, 0)
-    sizes, sizes_before = (one.log2_cp_sizes[one.bucket_of_sample] for one in (packing, start))
-    assert np.array_equal(sizes, sizes_before)
-    # Only rows that hold nothing go.
-    assert makespan_ns(causal(seqlens), packing, model) <= makespan_ns(causal(seqlens), start, model)
-
-
-def test_one_sample_stays_where_it_is():
-    model = tiny_cost_model(Topology(num_lanes=2), max_tokens_per_rank=64)
-    seqlens = descending([60])
-    start = pack_next_fit(seqlens, np.arange(1), durations_of(model.table, 2), 0, 2, 1)
-    check_packing(anneal(causal(seqlens), start, model, 500), seqlens, durations_of(model.table, 2), 2)
 
 
 def test_a_merger_gives_a_long_sample_more_lanes():

@@ -153,21 +153,3 @@ def test_the_judge_is_the_simulator_where_lanes_share_experts():
         seen["tp"] += tp_size > 1
     assert len(seen) == 4
     assert min(seen.values()) >= 20, seen
-
-
-def test_sums_of_buckets_charge_the_last_sample_for_the_rank():
-    model = deep_cost_model(Topology(num_lanes=2, tp_size=4, sequence_parallel=True))
-    packing = Packing(1, np.array([0, 0]), np.array([0]), np.array([0]), np.array([1]))
-    assert padded_seqlens([9, 5], 2, 4) == (12, 12)
-    priced = price_packing(causal(descending([9, 5])), packing, model)
-    tokens, squares = priced.tokens, priced.squares
-    assert (tokens.tolist(), squares.tolist()) == ([24.0], [288.0])
-
-
-def test_interleaving_gets_empty_micro_batches():
-    model = deep_cost_model(Topology(num_lanes=2, pp_size=4, vp_size=2))
-    packing = Packing(1, np.array([0]), np.array([0]), np.array([0]), np.array([1]))
-    plan = build_plan(samples_of([9]), price_packing(causal(descending([9])), packing, model), model, "dynamic")
-    assert plan.num_microbatches == 4
-    check_plan(plan, samples_of([9]))
-    assert [sum(bool(bucket.samples) for bucket in row.buckets) for row in plan.micro_batches] == [1, 0, 0, 0]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.judge import build_plan, makespan_ns, price_packing
-from dynamic_cp.packing.lane_blocks import EFFORTS, _heavy_counts, _middle_out, cut, pack_blocks
+from dynamic_cp.packing.lane_blocks import EFFORTS, cut, pack_blocks
 from dynamic_cp.packing.static import fewest_rows
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import Topology
@@ -52,20 +50,6 @@ def test_blocks_are_aligned_and_cover_all_lanes():
     assert cut(14, 4).num_lanes.tolist() == [4, 4, 4, 2]
 
 
-def test_long_samples_stand_in_neighbouring_rows_the_longest_in_the_middle():
-    assert _middle_out(3, 5) == [5, 4, 6, 3, 7]
-    assert _middle_out(0, 4) == [1, 0, 2, 3]
-    assert _middle_out(2, 0) == []
-
-
-def test_long_samples_are_dealt_to_few_blocks_or_to_any_eighth_of_many():
-    assert _heavy_counts(1) == _heavy_counts(4) == [1, 2, 3, 4]
-    assert _heavy_counts(8) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert _heavy_counts(13) == [1, 2, 3, 4, 6, 8, 9, 11, 13]
-    assert _heavy_counts(64) == [1, 2, 3, 4, 8, 16, 24, 32, 40, 48, 56, 64]
-    assert _heavy_counts(512) == [1, 2, 3, 4, 64, 128]
-
-
 @pytest.mark.parametrize(
     ("num_lanes", "pp_size", "vp_size"), [(8, 4, 1), (7, 2, 1), (12, 3, 2), (1, 2, 1), (2, 8, 1), (6, 4, 2)]
 )
@@ -83,19 +67,6 @@ def test_packings_are_legal_and_their_times_exact(num_lanes, pp_size, vp_size):
         check_plan(build_plan(samples_of(seqlens), priced, model, "blocks"), samples_of(seqlens))
 
 
-def test_groups_never_cross_blocks():
-    seen = set()
-    for one in packed(batch(300, 3000), setting(14, 2, max_tokens_per_rank=2048)):
-        width = int(re.search(r"width=(\d+)", one.name)[1])
-        assert width >= 1 << int(one.packing.log2_cp_sizes.max())
-        blocks = cut(14, width)
-        for first, k in zip(one.packing.first_lanes, one.packing.log2_cp_sizes, strict=True):
-            block = np.searchsorted(blocks.first_lanes, first, side="right") - 1
-            assert first + (1 << k) <= blocks.first_lanes[block] + blocks.num_lanes[block]
-        seen.add(width)
-    assert len(seen) > 1, "blocks of several widths are tried"
-
-
 def test_learning_never_loses_and_pays():
     """Against the packings that it starts from."""
     gains = []
@@ -106,11 +77,3 @@ def test_learning_never_loses_and_pays():
         assert learned[0].makespan_ns <= plain[0].makespan_ns
         gains.append(1 - learned[0].makespan_ns / plain[0].makespan_ns)
     assert np.mean(gains) > 0.005
-
-
-def test_one_sample_alone():
-    for num_lanes, pp_size, vp_size in ((3, 3, 1), (1, 2, 2), (8, 4, 1)):
-        model = setting(num_lanes, pp_size, vp_size)
-        for seqlen in (1, 2, 512, 512 * model.topology.max_cp_size):
-            for one in packed(descending([seqlen]), model):
-                assert one.makespan_ns == makespan_ns(causal(descending([seqlen])), one.packing, model)

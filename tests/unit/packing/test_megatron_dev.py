@@ -158,16 +158,6 @@ def test_same_rows_as_the_description_word_by_word(num_lanes):
     assert num_groups > 4 * num_lanes
 
 
-def test_small_example():
-    model = tiny_cost_model(Topology(num_lanes=4), max_tokens_per_rank=100)
-    packing = pack(samples_of([200, 100, 90, 10, 10]), model)
-    # 200 takes two lanes, 100 and 90 one each; the first 10 fits on top of the 90, the second has the next row's lanes.
-    assert packing.bucket_of_sample.tolist() == [0, 1, 2, 2, 3]
-    assert packing.rows.tolist() == [0, 0, 0, 1]
-    assert packing.first_lanes.tolist() == [0, 2, 3, 0]
-    assert packing.log2_cp_sizes.tolist() == [1, 0, 0, 2]
-
-
 def test_free_lanes_go_to_the_smallest_group_that_padding_lets_grow():
     model = tiny_cost_model(Topology(num_lanes=4), max_tokens_per_rank=8)
     samples = samples_of([8, *[1] * 8])
@@ -176,14 +166,6 @@ def test_free_lanes_go_to_the_smallest_group_that_padding_lets_grow():
     assert packing.log2_cp_sizes.tolist() == [1, 0]
     assert packing.first_lanes.tolist() == [0, 2]
     check_plan(plan_of_packing(packing, samples, model), samples)
-
-
-def test_lower_limit_makes_more_rows_and_is_raised_to_the_longest_sample():
-    model = tiny_cost_model(Topology(num_lanes=4), max_tokens_per_rank=100)
-    samples = samples_of([320, *[90] * 20])
-    rows = [pack(samples, model, limit).num_rows for limit in (100, 90, 80, 1)]
-    assert rows == sorted(rows)
-    assert rows[0] < rows[2] == rows[3]
 
 
 def test_refuses_a_sample_that_no_group_holds():

@@ -9,7 +9,7 @@ import pytest
 
 from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.packing.durations import bucket_ns, durations_of, sample_ns
+from dynamic_cp.packing.durations import durations_of, sample_ns
 from dynamic_cp.packing.judge import build_plan, makespan_ns, price_packing
 from dynamic_cp.packing.nested import choose_cp_sizes, pack_nested
 from dynamic_cp.plans.validate import check_plan
@@ -124,34 +124,6 @@ def test_groups_shrink_so_that_no_lane_waits(num_lanes):
         large += packing.log2_cp_sizes.max() > 0
     assert looked_at > 40
     assert num_lanes == 1 or large > 10
-
-
-def test_large_groups_come_first_in_every_lane():
-    _, packing, _, _ = packed([900, 500, 300, 200, 100, 90, 80, 70, *[20] * 20], 8, 12, quota_ns=1e7)
-    for lane in range(8):
-        sizes = [
-            (row, size)
-            for row, first, size in zip(packing.rows, packing.first_lanes, packing.log2_cp_sizes, strict=True)
-            if first <= lane < first + (1 << size)
-        ]
-        ordered = [size for _, size in sorted(sizes)]
-        assert ordered == sorted(ordered, reverse=True)
-    assert len(set(packing.log2_cp_sizes.tolist())) >= 3
-
-
-def test_the_estimate_is_the_sum_of_its_parts_without_groups():
-    end_ns, packing, _, worst_ns = packed([100, 90, 50, 40, 30, 20, 10], 2, 3)
-    assert packing.log2_cp_sizes.max() == 0
-    # An empty bucket holds one token of padding, which the estimate does not count.
-    _, durations = setting(2)
-    assert 0 <= worst_ns - end_ns <= 3 * bucket_ns(durations, 0, 1.0, 1.0)
-
-
-def test_min_cp_size_leaves_the_other_lanes_empty():
-    _, packing, rows, _ = packed([100, 90, 80, 9], 6, 2, min_cp_size=4)
-    assert all(len(row) <= 1 for row in rows)
-    assert set(packing.log2_cp_sizes.tolist()) == {2}
-    assert set(packing.first_lanes.tolist()) == {0}
 
 
 def test_a_bucket_that_has_taken_samples_is_not_taken_as_if_it_had_not():

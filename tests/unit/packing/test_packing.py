@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.packing.durations import Packing, bucket_ns, durations_of, padded_seqlen, pyramid, reordered, sample_ns
+from dynamic_cp.packing.durations import bucket_ns, durations_of, padded_seqlen, sample_ns
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.pricing.allowed import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
@@ -35,18 +35,6 @@ def test_allowed_cp_sizes():
             Topology(num_lanes=6),
             PlanOptions(max_tokens_per_rank=8, min_cp_size=4, max_cp_size=2, cp_comm_types=("p2p",)),
         )
-
-
-def test_capacity_counts_padding():
-    def capacity(cp_size, limit, tp_size=1):
-        topology = Topology(num_lanes=4, tp_size=tp_size, sequence_parallel=tp_size > 1)
-        return capacity_tokens(cp_size, topology, PlanOptions(max_tokens_per_rank=limit, cp_comm_types=("p2p",)))
-
-    assert capacity(1, 7) == 7
-    assert capacity(2, 7) == 12  # 7 tokens a rank are not two chunks
-    assert capacity(2, 7, tp_size=3) == 12
-    assert capacity(4, 7, tp_size=4) == 16
-    assert capacity(1, 3, tp_size=4) == 0
 
 
 def test_a_full_bucket_stays_within_the_limit_and_one_more_token_does_not():
@@ -95,15 +83,3 @@ def test_the_duration_of_a_sample_is_infinite_where_it_does_not_fit():
     assert np.isinf(sample_ns(durations, 0, 11, 1.0))
     assert sample_ns(durations, 1, 20, 1.0) == bucket_ns(durations, 1, 20.0, 400.0)
     assert np.isinf(sample_ns(durations, 1, 21, 1.0))
-
-
-def test_the_pyramid_is_low_at_both_ends():
-    assert pyramid(np.array([50.0, 40.0, 30.0, 20.0, 10.0])).tolist() == [4, 2, 0, 1, 3]
-    assert pyramid(np.array([7.0])).tolist() == [0]
-    # Rows of equal time keep their order, whatever the sorting does.
-    assert pyramid(np.array([1.0, 1.0, 1.0, 1.0])).tolist() == [0, 2, 3, 1]
-
-
-def test_reordered_rows():
-    packing = Packing(3, np.array([0, 1, 2]), np.array([0, 1, 2]), np.array([0, 0, 0]), np.array([0, 0, 0]))
-    assert reordered(packing, np.array([2, 0, 1])).rows.tolist() == [1, 2, 0]

@@ -12,10 +12,9 @@ from dynamic_cp.packing.durations import Packing, durations_of
 from dynamic_cp.packing.judge import makespan_ns
 from dynamic_cp.packing.polish import _is_legal, _move, _one_slot_a_sample, polish
 from dynamic_cp.packing.static import pack_next_fit
-from dynamic_cp.search.candidates import Search, batch_of
 from dynamic_cp.types import Topology
 from tests.unit.packing.packings import check_packing, descending
-from tests.unit.support import causal, samples_of, tiny_cost_model
+from tests.unit.support import causal, tiny_cost_model
 
 
 def one_a_row(lengths, num_lanes, **sizes):
@@ -77,13 +76,6 @@ def test_a_walk_stays_legal_and_never_gets_worse(num_lanes):
     assert better >= 6 or num_lanes == 1
 
 
-def test_without_steps_it_returns_where_it_started():
-    seqlens, start, model, _ = one_a_row([60, 50, 40, 30], 2)
-    found_ns, packing = polish(causal(seqlens), start, model, 0)
-    assert found_ns == makespan_ns(causal(seqlens), start, model)
-    assert packing.num_rows == start.num_rows
-
-
 def test_an_obvious_improvement_is_found():
     # All in one lane, in a row each; four lanes are free.
     model = tiny_cost_model(Topology(num_lanes=4), max_tokens_per_rank=64)
@@ -92,10 +84,3 @@ def test_an_obvious_improvement_is_found():
     found_ns, packing = polish(causal(seqlens), start, model, 2000)
     assert packing.num_rows <= 2
     assert found_ns < 0.35 * makespan_ns(causal(seqlens), start, model)
-
-
-def test_small_batches():
-    for lengths, is_small in (([60, 50, 40, 30], True), ([60] * 100, False)):
-        _, start, model, _ = one_a_row(lengths, 2, pp_size=2)
-        search = Search(batch_of(samples_of(lengths), model.model), model)
-        assert search._is_small(start) == is_small

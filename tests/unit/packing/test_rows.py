@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 
 from dynamic_cp.packing.durations import Packing, bucket_ns, durations_of, sample_ns
 from dynamic_cp.packing.rows import RowTargets, alone_ns, fill_least
@@ -33,15 +32,6 @@ def filled(lengths, row_lanes, targets, floors=None, low=1.0, high=1.0, num_step
     return factor, packing
 
 
-def test_alone():
-    durations = setting()
-    alone = alone_ns(causal(descending([300, 100])), durations, 3)
-    assert alone.shape == (3, 2)
-    assert np.isinf(alone[:2, 0]).all()
-    assert alone[2, 0] == sample_ns(durations, 2, 300, 1.0)
-    assert np.isfinite(alone[:, 1]).all()
-
-
 def test_the_longest_sample_opens_at_the_smallest_size_that_meets_the_target():
     durations = setting()
     target = sample_ns(durations, 1, 200, 1.0)
@@ -58,36 +48,6 @@ def test_a_bucket_is_topped_up_to_its_target_with_the_longest_that_fit():
     target = bucket_ns(durations, 0, 60.0, 2000.0) + 1  # 40 + 20 tokens
     _, packing = filled([40, 30, 20, 10], [1, 1], [target, target], durations=durations)
     assert contents(packing, descending([40, 30, 20, 10])) == [[[40, 20]], [[30, 10]]]
-
-
-def test_rows_with_larger_targets_come_first_and_rows_without_one_stay_empty():
-    durations = setting(1)
-    targets = [
-        sample_ns(durations, 0, 30, 1.0),
-        0.0,
-        sample_ns(durations, 0, 50, 1.0),
-        sample_ns(durations, 0, 40, 1.0),
-    ]
-    _, packing = filled([30, 40, 50], [1] * 4, targets, durations=durations)
-    assert contents(packing, descending([30, 40, 50])) == [[[30]], [], [[50]], [[40]]]
-
-
-def test_floors_are_not_scaled():
-    durations = setting(1)
-    floor = sample_ns(durations, 0, 50, 1.0)
-    factor, packing = filled([50], [1], [floor], floors=[floor], low=0.0, high=0.5, durations=durations)
-    assert factor == 0.5
-    assert packing.rows.tolist() == [0]
-    assert filled([50], [1], [floor], low=0.0, high=0.5, durations=durations)[0] == -1
-
-
-@pytest.mark.parametrize("num_steps", [4, 10])
-def test_the_factor_is_close_to_the_least(num_steps):
-    durations = setting(1)
-    target = sample_ns(durations, 0, 50, 1.0)
-    least = 1.0
-    factor, _ = filled([50], [1], [target], low=0.5, high=2.0, num_steps=num_steps, durations=durations)
-    assert least <= factor <= least + 1.5 / 2**num_steps
 
 
 def test_the_factor_is_minus_one_when_no_factor_places_all_samples():

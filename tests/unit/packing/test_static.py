@@ -66,11 +66,6 @@ def test_balanced_puts_the_longest_first_into_the_cheapest_bucket():
     assert balanced([80, 20, 70, 10, 5, 6], 2) == [[[80], [70]], [[20], [10, 6, 5]]]
 
 
-def test_balanced_says_when_a_sample_finds_no_room():
-    assert balanced([60, 60, 60], 1) is None
-    assert balanced([60, 60, 60], 2) == [[[60], [60]], [[60]]]
-
-
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_balanced_is_longest_first_into_the_cheapest_with_room(cp_size):
     """Against the plain greedy, which looks at every bucket."""

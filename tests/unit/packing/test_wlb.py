@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
 from benchmarks.peers.wlb import SWEEP, packings_like_wlb
@@ -75,13 +74,3 @@ def test_orders_are_simulated_exactly_and_none_is_below_the_least(pp_size, vp_si
         assert len([*in_orders(causal(seqlens), packing, model, best_ns=fastest + 1)]) == len(orders)
         close += least > 0.5 * fastest
     assert close > 10, "the bound excludes something"
-
-
-def test_rows_keep_their_samples_in_every_order():
-    model = deep_cost_model(Topology(num_lanes=2, pp_size=2))
-    seqlens = descending([50, 40, 30, 20, 10, 5])
-    packing = pack_balanced(causal(seqlens), durations_of(model.table, 2), 0, 2, 3)
-    rows = {order: contents(one, seqlens) for _, order, one in in_orders(causal(seqlens), packing, model)}
-    assert rows["ascending"] == rows["descending"][::-1]
-    assert sorted(map(str, rows["pyramid"])) == sorted(map(str, rows["descending"]))
-    assert np.argmax([sum(sum(bucket) for bucket in row) for row in rows["pyramid"]]) == 1

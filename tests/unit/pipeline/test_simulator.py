@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import IllegalPlanError
-from dynamic_cp.pipeline.longest_path import end_times
-from dynamic_cp.pipeline.schedule import Operation, pipeline_graph
+from dynamic_cp.pipeline.schedule import Operation
 from dynamic_cp.pipeline.simulator import grid_of, makespan_ns, simulate
 from dynamic_cp.pricing.cost_model import BucketCost
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
@@ -121,19 +120,6 @@ def test_lanes_of_a_group_may_take_unequal_times():
         )
         seen["several stages"] += plan.topology.pp_size > 1
     assert min(seen.values()) > 50, seen
-
-
-def test_the_kernel_without_compilation_gives_the_same_times():
-    interpreted = getattr(end_times, "py_func", end_times)
-    rng = random.Random(3)
-    for _ in range(20):
-        plan, costs = random_case(rng)
-        topology, grid = plan.topology, grid_of(plan, GivenCosts(costs))
-        graph = pipeline_graph(topology.pp_size, plan.num_microbatches, topology.vp_size)
-        ends = np.zeros((len(graph.kind), topology.num_lanes), np.int64)
-        timeline = simulate(plan, GivenCosts(costs))
-        assert interpreted(graph, grid, ends) == timeline.makespan_ns
-        assert (ends == timeline.ends_ns).all()
 
 
 @pytest.mark.parametrize(("pp", "vp", "m"), [(1, 1, 5), (2, 1, 3), (4, 1, 9), (8, 1, 8), (2, 2, 4), (4, 3, 8)])

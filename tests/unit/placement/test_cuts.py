@@ -22,7 +22,6 @@ from dynamic_cp.types import (
     Mask,
     Placement,
     Sample,
-    SharedQuestion,
     parse_mask_rule,
 )
 from tests.placements import random_lanes, random_placement, random_samples
@@ -281,42 +280,6 @@ def drawn_for_many(seed: int) -> tuple[Drawn, Lanes, LinkRates, int]:
     return Drawn(placement, samples, CAUSAL, lanes.number), lanes, rates, most_tokens
 
 
-def test_parts_go_to_who_sends_least_and_has_room() -> None:
-    """In plain words: the home that takes longest to send first; of equals its own lane first, which keeps the rest."""
-    seen: Counter[str] = Counter()
-    for seed in range(100):
-        one, lanes, rates, most_tokens = drawn_for_many(seed)
-        placement = spread(one.whole, one.samples, one.mask, lanes, rates, most_tokens).placement
-        seconds, own = sent_s(one.placement, lanes, rates).tolist(), one.placement.homes[:, 3].tolist()
-        of_home = defaultdict(list)
-        for part, home in enumerate(parents_of(placement, one.placement)):
-            of_home[home].append(part)
-        tokens, sends_s, sizes = [0] * lanes.number, [0.0] * lanes.number, sizes_of(placement).tolist()
-        for home, parts in of_home.items():
-            tokens[own[home]] += sum(sizes[part] for part in parts)
-            if len(parts) == 1:
-                sends_s[own[home]] += seconds[home]
-        for home in sorted(of_home, key=lambda home: (-seconds[home], home)):
-            for part in of_home[home] if len(of_home[home]) > 1 else ():
-                near = [
-                    (sends_s[lane], lane != own[home], lane)
-                    for lane in range(lanes.number)
-                    if (lanes.first + lane) // lanes.of_node == (lanes.first + own[home]) // lanes.of_node
-                ]
-                have_room = [one for one in near if one[1] and tokens[one[-1]] + sizes[part] <= most_tokens]
-                *_, lane = min([*have_room, (sends_s[own[home]], False, own[home])])
-                assert placement.homes[part, 3] == lane
-                seen["nobody has room"] += not have_room
-                tokens[own[home]] -= sizes[part]
-                seen["who sends least has no room"] += lane != min(near)[-1]
-                tokens[lane] += sizes[part]
-                sends_s[lane] += seconds[home] * sizes[part] / sum(sizes[part] for part in of_home[home])
-                seen["parts"] += 1
-    assert seen["nobody has room"] > 10
-    assert seen["who sends least has no room"] > 10
-    assert seen["parts"] > 200
-
-
 def test_shared_out_homes_stay_in_their_node_and_are_computed_where_they_were() -> None:
     seen: Counter[str] = Counter()
     busiest_s = np.zeros(2)
@@ -412,40 +375,3 @@ def test_a_last_block_that_all_lanes_fetch_is_held_by_several() -> None:
     assert cut.placement.homes[4:, 1:].tolist() == [[256, 272, 3], [272, 288, 1], [288, 304, 2], [304, 320, 0]]
     # 16 rows to three lanes are 384 bytes; the 16 keys are used where those of the last block were, on lane 3.
     assert bytes_sent(cut.placement, lanes) == [192 + 384 + 16, 64 + 384 + 16, 64 + 384 + 16, 384]
-
-
-def test_a_lane_whose_own_home_is_cut_keeps_the_limit() -> None:
-    """It holds its own home until parts of that went elsewhere: lane 2, which sends its 52 tokens to both others."""
-    samples = (Sample(sample_id=0, seqlen=153, mask=SharedQuestion(45, (36, 36, 36))),)
-    homes = [(0, 0, 48, 0), (0, 48, 101, 2), (0, 101, 153, 1)]
-    tiles = [(0, 0, 1, 0), (2, 0, 2, 0), (1, 1, 0, 0), (2, 1, 0, 0), (1, 0, 2, 0), (2, 2, 2, 0)]
-    whole = Cut(placement_of(homes, tiles), np.zeros(6, int))
-    assert why_misplaced(whole.placement, samples, 3) is None
-    cut = spread(whole, samples, CAUSAL, Lanes(3, 0, 3), LinkRates(4.0, 1.0, 1.0, 1.0, 0.0), 53)
-    assert len(cut.placement.homes) > 3
-    assert max(whole.placement.home_tokens(3)) == 53 >= max(cut.placement.home_tokens(3))
-
-
-def test_a_block_is_shared_out_in_its_own_node() -> None:
-    """Of rows that go to the other lane of the node and once to the other node, each lane of the node sends half."""
-    whole = blockwise()
-    cut = spread(whole, (BLOCKWISE,), CAUSAL, Lanes(4, 0, 2), RATES, 200)
-    assert cut.placement.homes[:4].tolist() == whole.placement.homes[:4].tolist()
-    assert cut.placement.homes[4:, 1:].tolist() == [[256, 288, 3], [288, 320, 2]]
-    # A lane that is alone in its node, or of its node in the bucket, has nobody to share with.
-    assert spread(whole, (BLOCKWISE,), CAUSAL, Lanes(4, 0, 1), RATES, 200) is whole
-    cut = spread(whole, (BLOCKWISE,), CAUSAL, Lanes(4, 1, 4), RATES, 200)
-    assert cut.placement.homes[-1, 1:].tolist() == [256, 320, 3]
-
-
-def test_a_lane_shares_out_no_more_than_it_has_to() -> None:
-    """All lanes need all keys; lane 0 sends 90 and 96 tokens to three, the others 100: half of the larger is enough."""
-    sizes, holders = (90, 96, 100, 100, 100), (0, 0, 1, 2, 3)
-    ends = np.cumsum(sizes).tolist()
-    homes = [(0, end - size, end, lane) for size, end, lane in zip(sizes, ends, holders, strict=True)]
-    tiles = [(row, column, holders[row], 0) for row in range(5) for column in range(5)]
-    whole, samples = Cut(placement_of(homes, tiles), np.zeros(25, int)), (Sample(sample_id=0, seqlen=486, mask=FULL),)
-    assert bytes_sent(whole.placement, Lanes(4, 0, 4)) == [3 * 186, 300, 300, 300]
-    cut = spread(whole, samples, CAUSAL, Lanes(4, 0, 4), RATES, 1000)
-    assert cut.placement.homes[:3, 1:].tolist() == [[0, 90, 0], [90, 138, 0], [138, 186, 1]]
-    assert cut.placement.homes[3:].tolist() == whole.placement.homes[2:].tolist()

@@ -1,6 +1,6 @@
 """Divisions: tiles come as soon as what they need can be there, each has its share of work, and rings stay rings."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from itertools import product
 from typing import NamedTuple
 
@@ -73,108 +73,6 @@ def test_tiles_stay_where_they_are_and_those_that_need_nothing_come_first() -> N
         seen["all divisions"] += len(set(division.tolist())) == len(one.schedule.shares) > 1
     for what in ("left to what needs nothing", "needs nothing", "later", "all divisions"):
         assert seen[what] > 20, what
-
-
-def test_divisions_of_before_and_the_order_of_tiles_count_for_nothing() -> None:
-    num_later = 0
-    for seed in SEEDS:
-        one = drawn(seed)
-        random, found = np.random.default_rng(seed), one.divided()
-        others = one.placement.tiles.copy()
-        others[:, 3] = random.integers(0, 9, len(others))
-        assert one._replace(placement=Placement(one.placement.homes, others)).divided().tiles.tolist() == (
-            found.tiles.tolist()
-        )
-        order = random.permutation(len(others))
-        shuffled = one._replace(placement=Placement(one.placement.homes, others[order]), work=one.work[order])
-        assert np.array_equal(shuffled.divided().tiles, found.tiles[order])
-        num_later += int((found.tiles[:, 3] > 0).sum())
-    assert num_later > 1000
-
-
-class Thing(NamedTuple):
-    """What a lane fetches, or its node together: then the receiver is the node's first lane."""
-
-    receiver: int
-    crosses: int
-    kind: int
-    home: int
-
-
-def divisions_by_rule(one: Drawn) -> tuple[list[int], Counter[str]]:
-    """Return the division of each tile as links would have it, one thing after the other, and what there was."""
-    placement, work, lanes, rates, schedule = one
-    nodes = [(lanes.first + lane) // lanes.of_node for lane in range(lanes.number)]
-    first_of = [nodes.index(node) for node in nodes]
-    holder = placement.homes[:, 3].tolist()
-    tokens = np.diff(placement.homes[:, 1:3])[:, 0].tolist()
-    needs: list[list[Thing]] = []
-    waiting_work: Counter[Thing] = Counter()
-    for (_, _, lane, _), needed, of_tile in zip(
-        placement.tiles.tolist(), needs_of(placement), work.tolist(), strict=True
-    ):
-        needs.append([])
-        for kind, home in needed:
-            crosses = nodes[lane] != nodes[holder[home]]
-            needs[-1].append(Thing(first_of[lane] if crosses else lane, int(crosses), kind, home))
-            waiting_work[needs[-1][-1]] += of_tile
-    token_bytes = rates.row_bytes, rates.column_bytes
-    num_bytes = {thing: tokens[thing.home] * token_bytes[thing.kind] for thing in waiting_work}
-
-    def turn(thing: Thing) -> tuple[float, ...]:
-        if not schedule.rotates:
-            return (-waiting_work[thing] / num_bytes[thing], *thing)
-        behind = nodes[thing.receiver] - nodes[holder[thing.home]]
-        lanes_behind = (thing.receiver - holder[thing.home]) % lanes.of_node
-        return (thing.kind, behind % (nodes[-1] + 1), lanes_behind, -num_bytes[thing], *thing)
-
-    there_s: dict[Thing, float] = {}
-    seen: Counter[str] = Counter()
-    for crosses in range(2):
-        queues: dict[int, list[Thing]] = defaultdict(list)
-        for thing in sorted(waiting_work, key=turn):
-            if thing.crosses == crosses:
-                queues[thing.receiver].append(thing)
-        receives_s, sends_s = [0.0] * lanes.number, [0.0] * lanes.number
-        queue_of = [queues[first_of[lane] if crosses else lane] for lane in range(lanes.number)]
-        while any(queue_of):
-            now_s, lane = min((receives_s[lane], lane) for lane in range(lanes.number) if queue_of[lane])
-            begins_s, place = min(
-                (max(now_s, sends_s[holder[thing.home]]), place) for place, thing in enumerate(queue_of[lane])
-            )
-            thing = queue_of[lane].pop(place)
-            bytes_per_s = rates.across_bytes_per_s if crosses else rates.inside_bytes_per_s
-            end_s = begins_s + num_bytes[thing] / bytes_per_s
-            receives_s[lane] = sends_s[holder[thing.home]] = end_s
-            there_s[thing] = end_s + rates.latency_s * (3 if crosses else 1)
-            seen["waits for a sender"] += begins_s > now_s
-            seen["waits for nobody, as another is first"] += place > 0
-            seen["crosses" if crosses else "inside"] += 1
-    ready_s = [max((there_s[thing] for thing in needed), default=0.0) for needed in needs]
-    until = np.cumsum(schedule.shares) / np.sum(schedule.shares)
-    work_at: Counter[float] = Counter()
-    for time_s, of_tile in zip(ready_s, work.tolist(), strict=True):
-        if time_s > 0.0:
-            work_at[time_s] += of_tile
-    division_at, now, done = {0.0: 0}, 0, 0
-    for time_s in sorted(work_at):
-        while now + 1 < len(until) and done >= until[now] * work_at.total():
-            now += 1
-        division_at[time_s] = now
-        done += work_at[time_s]
-    return [division_at[time_s] for time_s in ready_s], seen
-
-
-def test_divisions_are_those_of_the_rule() -> None:
-    """A link takes the first thing of its queue that can be sent at once, or else soonest; divisions cut the time."""
-    seen: Counter[str] = Counter()
-    for seed in SEEDS:
-        one = drawn(seed)
-        expected, found = divisions_by_rule(one)
-        assert one.divided().tiles[:, 3].tolist() == expected
-        seen += found
-    assert all(seen[what] > 100 for what in seen)
-    assert len(seen) == 4
 
 
 def fetching(

@@ -107,45 +107,6 @@ def test_what_crosses_comes_once_to_a_node_and_from_its_relay_to_all_others(take
         assert seen[what] > 8, what
 
 
-def test_relays_are_those_of_the_rule() -> None:
-    """In plain words: largest first, each to the lane with least, of equals the one with least in all."""
-    num_relays = 0
-    for seed in SEEDS:
-        placement, lanes, _ = drawn(seed)
-        needed, tokens = crossing(placement, lanes), tokens_of(placement)
-        begins = {thing: min(chain(*users.values())) for thing, users in needed.items()}
-        fetched: Counter[tuple[int, int, int]] = Counter()
-        in_all: Counter[int] = Counter()
-        expected = {}
-        for thing in sorted(needed, key=lambda thing: (begins[thing], -tokens[thing[2]], thing)):
-            node, kind, home = thing
-            best = min(
-                (10 * fetched[begins[thing], kind, lane] + (0 if lane in needed[thing] else 3 * tokens[home]),
-                 sum(fetched[begins[thing], one, lane] for one in (ROW, COLUMN)), in_all[lane], lane)
-                for lane in range(lanes.number) if node_of(lane, lanes) == node
-            )  # fmt: skip
-            expected[thing] = best[-1]
-            fetched[begins[thing], kind, best[-1]] += tokens[home]
-            in_all[best[-1]] += tokens[home]
-        assert relays_of(placement, lanes) == expected
-        num_relays += len(expected)
-    assert num_relays > 1000
-
-
-def test_relays_in_turn_are_those_of_the_rule() -> None:
-    """Who needs it first; of several one after the other, as homes have their numbers."""
-    num_shared = 0
-    for seed in SEEDS:
-        placement, lanes, order = drawn(seed)
-        expected = {}
-        for thing, users in crossing(placement, lanes).items():
-            turn = order[thing[2]]
-            expected[thing] = min(users, key=lambda lane: (min(users[lane]), (lane + turn) % lanes.of_node))
-            num_shared += len(users) > 1
-        assert relays_of(placement, lanes, order) == expected
-    assert num_shared > 100
-
-
 def uneven(sizes: list[int], users: list[list[int]]) -> Placement:
     """Return a placement where lane 0 holds homes of these sizes, and users of each hold one token behind them."""
     ends = np.cumsum(sizes).tolist()
@@ -172,24 +133,6 @@ def across(placement: Placement, lanes: Lanes, order: np.ndarray | None = None) 
     return received.tolist()
 
 
-def test_one_lane_that_uses_everything_fetches_a_share_of_it() -> None:
-    """Lane 4 alone of its node uses eight homes of 10 tokens: four NICs fetch two each, not one all of them."""
-    lanes = Lanes(8, 0, 4)
-    placement = uneven([10] * 8, [[4]] * 8)
-    assert across(placement, lanes) == [0, 0, 0, 0, 20, 20, 20, 20]
-    assert across(placement, lanes, np.arange(len(placement.homes))) == [0, 0, 0, 0, 80, 0, 0, 0]
-    # Of the second node the bucket has lanes 2 and 3 only: they share, and no lane outside of the bucket does.
-    lanes = Lanes(4, 6, 4)
-    placement = uneven([10] * 8, [[2]] * 8)
-    assert across(placement, lanes) == [0, 0, 40, 40]
-    # Of the first node it has lane 0 only, of the last one lane 5.
-    lanes = Lanes(6, 3, 4)
-    placement = uneven([10] * 8, [[5]] * 8)
-    assert across(placement, lanes) == [0, 0, 0, 0, 0, 80]
-    placement = uneven([10] * 8, [[1]] * 8)
-    assert across(placement, lanes) == [0, 20, 20, 20, 20, 0]
-
-
 def test_a_lane_that_only_hands_on_has_room_for_it_and_computes_nothing() -> None:
     lanes = Lanes(4, 0, 2)
     placement = uneven([10, 10], [[2], [2]])
@@ -201,18 +144,6 @@ def test_a_lane_that_only_hands_on_has_room_for_it_and_computes_nothing() -> Non
     (inside,) = (one for one in relay.exchanges if one.round == INSIDE)
     assert [lane for lane, _ in inside.sends] == [2]
     assert not inside.receives
-
-
-def test_fetches_depend_on_no_order_of_tiles() -> None:
-    num_crossing = 0
-    for seed in SEEDS:
-        placement, lanes, order = drawn(seed)
-        shuffled = Placement(placement.homes, np.random.default_rng(seed).permutation(placement.tiles))
-        for turns in (None, order):
-            pairs = zip(fetches_of(placement, lanes, turns), fetches_of(shuffled, lanes, turns), strict=True)
-            assert all(np.array_equal(one, other) for one, other in pairs)
-        num_crossing += len(relays_of(placement, lanes))
-    assert num_crossing > 1000
 
 
 def test_uneven_need_is_evened_out() -> None:

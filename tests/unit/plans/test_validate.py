@@ -42,12 +42,6 @@ def with_row(index: int, *buckets: Bucket) -> Plan:
     return replace(LEGAL, micro_batches=tuple(rows))
 
 
-def test_a_legal_plan_passes():
-    check_plan(LEGAL)
-    check_plan(LEGAL, SAMPLES)
-    check_plan(LEGAL, reversed(SAMPLES))
-
-
 # name, plan, micro-batch and lane of the cell, what the first line says
 CELLS = [
     ("gap", with_row(0, bucket(0, 1, (0, 60)), bucket(2, 1, (2, 60))), (0, 2), "starts at lane 2 but lane 1 is next"),

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.disaggregated.paper import homes_in_order
 from benchmarks.disaggregated.sent import bytes_of_tasks
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError
@@ -19,10 +18,10 @@ from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.transport import ACROSS, INSIDE, fetches_of
 from dynamic_cp.pool.homes import homes_in_nano_batches, quota_homes
 from dynamic_cp.pool.scheduler import schedule, work_of
-from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, TASKS_PER_DOCUMENT, Tasks, parse_tasks, runs_of, shifted_tasks
+from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, TASKS_PER_DOCUMENT, Tasks, parse_tasks, runs_of
 from dynamic_cp.pool.traffic import Servers, fetches_of_tasks, relay_order
-from dynamic_cp.types import Sample, Topology
-from dynamic_cp.types.placement import HOLDER, ROW, SAMPLE, START, STOP
+from dynamic_cp.types import Sample
+from dynamic_cp.types.placement import HOLDER, ROW, START, STOP
 from tests.unit.pool.instances import NONE, homes_of, random_seqlens, rules, scheduled
 
 ONE_TOKEN = TokenBytes(query=1.0, kv=1.0, lse=0.0)
@@ -113,15 +112,6 @@ def test_the_least_bytes_are_those_of_the_closed_form() -> None:
     assert bytes_per_work(moved[1], moved[2]) <= 1.02 * min(possible) < 0.9 * max(possible)
 
 
-def test_keys_that_are_there_already_attract_more_of_their_document() -> None:
-    # Two equal documents are too much for server 0. Server 1 has the keys of one of them.
-    homes = np.array([[0, 0, 8192, 0], [1, 0, 8192, 0]], np.int64)
-    for document in range(2):
-        earlier = np.array([[document, 8064, 8192, 1]], np.int64)
-        tasks = schedule(homes, homes, earlier, np.zeros(2), rules(0.3)).tolist()
-        assert {row[0] for row in tasks if row[3] == 1} == {document}
-
-
 @pytest.mark.parametrize("node_servers", [1, 4])
 @pytest.mark.parametrize("num_nano_batches", [1, 2])
 def test_transfers_are_those_of_the_placement_and_of_its_programmes(num_nano_batches: int, node_servers: int) -> None:
@@ -179,11 +169,6 @@ def test_nano_batches_share_tokens_and_never_look_ahead() -> None:
         assert (np.diff(of_document[:, 4]) >= 0).all()
 
 
-def test_homes_in_order_fill_lanes_as_documents_come() -> None:
-    homes = homes_in_order(np.array([5, 3, 9, 1], np.int64), 3, 6)
-    assert homes.tolist() == [[0, 0, 5, 0], [1, 0, 1, 0], [1, 1, 3, 1], [2, 0, 4, 1], [2, 4, 9, 2], [3, 0, 1, 2]]
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [("1.2.3", "write sample.start"), ("0.0.9.0.0.0,", "none"), (f"0.0.{2**31}.0.0.0", "at most 2147483647")],
@@ -193,10 +178,6 @@ def test_a_text_that_is_no_tasks_is_refused(text: str, words: str) -> None:
         parse_tasks(text)
     with pytest.raises(InvalidInputError, match=r"\[number, 6\]"):
         Tasks(np.zeros((3, 5), np.int32))
-
-
-def test_columns_are_named_in_their_order() -> None:
-    assert list(range(Tasks.columns)) == [SAMPLE, START, STOP, HOLDER, SERVER, NANO_BATCH]
 
 
 def test_what_servers_do_besides_is_evened_out_with_their_tasks() -> None:
@@ -243,13 +224,3 @@ def test_relays_have_the_holder_of_a_long_document_send_it_once_to_each_group(
     groups = np.stack([fetches.lane // relay_servers, fetches.kind, fetches.home], axis=1)[across]
     assert len(np.unique(groups, axis=0)) == len(groups)
     assert (fetches.lane // relay_servers == fetches.source // relay_servers)[~across].all()
-
-
-@pytest.mark.parametrize("relay_servers", [2, 4])
-def test_relays_are_the_same_where_tasks_are_on_other_servers(relay_servers: int) -> None:
-    homes = homes_of(random_seqlens(random.Random(5), 20000), 4)
-    tasks = scheduled(homes, 8, 0.1)
-    topology = Topology(num_lanes=4, pp_size=2, vp_size=2, tp_size=8)
-    turned = shifted_tasks(tasks, [0, int(homes[:, 0].max()) + 1], 1, topology)
-    one, other = (bytes_of_tasks(each, (0, 1), Servers(8, 1, relay_servers), ONE_TOKEN) for each in (tasks, turned))
-    assert other.tolist() == np.roll(one, 4, axis=3).tolist()

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from itertools import pairwise, product
+from itertools import product
 from math import ceil
 from typing import Any
 
@@ -14,7 +14,7 @@ from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.pipeline.schedule import Operation, most_alive_tokens, stage_operations
 from dynamic_cp.pool import ticks as ticks_module
 from dynamic_cp.pool.layer_steps import LayerStep, Repeats, seconds_of_steps, step_table, steps_of
-from dynamic_cp.pool.ticks import Unit, num_ticks, stage_ticks, tick_order
+from dynamic_cp.pool.ticks import num_ticks, stage_ticks, tick_order
 from tests.unit.pool.judge_of_ticks import check_ticks
 
 
@@ -64,17 +64,6 @@ def test_chunks_run_once_each_after_their_inputs_and_no_tick_is_empty(pp_size: i
                 assert alive == min(most, rows * vp_size)
         for kinds in zip(*ticks, strict=True):
             assert len({one.kind for one in kinds if one is not None}) == 1, "a tick in which nobody computes"
-
-
-def test_a_chunk_of_the_last_stage_ends_one_tick_before_the_first_stage_needs_it() -> None:
-    """Only so has the pipeline no more idle ticks than it takes to fill."""
-    order = [tick for tick in tick_order(4, 3, 8) if tick.kind == "F"]
-    at_last = [tick.unit(3, 4, 3, 8) for tick in order]
-    at_first = [tick.unit(0, 4, 3, 8) for tick in order]
-    followers = [(one, then) for one, then in pairwise(zip(at_last, at_first, strict=True)) if one[0] is not None]
-    seen = [(one[0], then[1]) for one, then in followers if one[0] is not None and one[0].chunk < 2]
-    assert len(seen) == 2 * 8
-    assert all(then == Unit(one.micro_batch, one.chunk + 1) for one, then in seen)
 
 
 @pytest.mark.parametrize(("pp_size", "vp_size", "rows"), [(2, 1, 2), (4, 1, 8), (2, 2, 4), (4, 3, 8)])
@@ -144,17 +133,6 @@ def test_every_step_comes_once_and_after_what_it_needs(num_layers: int, is_backw
         following = step.layer + (-1 if step.is_backward else 1)
         if step.what == "wait" and 0 <= following < num_layers and step.is_backward == is_backward:
             assert at[LayerStep("launch", following, step.is_backward, step.slot)] > at[step]
-
-
-def test_the_next_layer_is_computed_again_beside_this_one() -> None:
-    """Between launch and attend of either direction there is always something of the other, but for the first layer."""
-    for repeats in ("attention", "layers"):
-        steps = steps_of(4, is_backward=True, repeats=repeats)  # type: ignore[arg-type]
-        at = {step: place for place, step in enumerate(steps)}
-        for layer in (1, 2, 3):
-            launched, attended = at[LayerStep("launch", layer, True, 1)], at[LayerStep("attend", layer, True, 0)]
-            between = steps[launched + 1 : attended]
-            assert between == [LayerStep("launch", layer - 1, False, slot) for slot in (0, 1)]
 
 
 def event_by_event(

@@ -25,31 +25,6 @@ from dynamic_cp.types import (
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 
 
-def test_a_group_across_nodes_costs_more_than_one_inside():
-    model = tiny_cost_model(Topology(num_lanes=12, ranks_per_node=6))
-    inside, across = model.cost(4, 0, 512, 512), model.cost(4, 4, 512, 512)
-    assert inside.forward_s < across.forward_s
-    assert inside.backward_s < across.backward_s
-
-
-def test_a_price_is_not_the_sum_of_its_samples():
-    """Short samples' exchange hides behind a long sample's attention, so together they cost less than apart."""
-    model = tiny_cost_model(Topology(num_lanes=2))
-    short, long = model.cost(2, 0, 4096, 4096), model.cost(2, 0, 2048, 2048**2)
-    together = model.cost(2, 0, 6144, 4096 + 2048**2)
-    fixed_s = model.cost(1, 0, 0, 0).forward_s
-    assert short.forward_s + long.forward_s - fixed_s - together.forward_s > 0.03 * short.forward_s
-
-
-def test_recompute_adds_to_the_backward_only():
-    topology = Topology(num_lanes=2)
-    none, selective, full = (
-        tiny_cost_model(topology, recompute=mode).cost(2, 0, 512, 512**2) for mode in ("none", "selective", "full")
-    )
-    assert none.forward_s == selective.forward_s == full.forward_s
-    assert none.backward_s < selective.backward_s < full.backward_s
-
-
 def test_all_gather_hides_nothing():
     topology = Topology(num_lanes=2)
     ring = tiny_cost_model(topology).cost(2, 0, 4096, 4096**2)
@@ -94,30 +69,6 @@ def test_tensor_parallelism_divides_compute_and_whole_kv_heads():
     short_s = 8 * (10**6 - 5 * 10**5) * TINY_MODEL.num_layers * 2 * TINY_MODEL.query_size / 1e10
     expected = [kv + short_s / tp + TINY_MODEL.num_layers * 1e-5 for kv, tp in zip(kv_s, (1, 4), strict=True)]
     assert exchange_s == pytest.approx(expected)
-
-
-def test_only_sequence_parallelism_splits_the_hops():
-    plain = tiny_cost_model(Topology(num_lanes=1, tp_size=2, pp_size=2))
-    split = tiny_cost_model(Topology(num_lanes=1, tp_size=2, pp_size=2, sequence_parallel=True))
-    assert plain.cost(1, 0, 100, 0).p2p_s == 2 * split.cost(1, 0, 100, 0).p2p_s > 0
-    assert tiny_cost_model(Topology(num_lanes=1)).cost(1, 0, 100, 0).p2p_s == 0
-
-
-def test_padding_is_priced():
-    model = tiny_cost_model(Topology(num_lanes=4, tp_size=4, sequence_parallel=True))
-    bucket = Bucket(first_lane=0, cp_size=2, samples=samples_of([5, 9]))
-    # 5 and 9 become 8 and 12, 10 tokens a rank; a multiple of 4 needs 12: the last sample grows to 16.
-    assert model.bucket_cost(bucket) == model.cost(2, 0, 24, 8**2 + 16**2)
-    assert model.bucket_cost(Bucket(first_lane=3)) == model.cost(1, 3, 4, 4**2)
-
-
-def test_structure_follows_the_model():
-    """Twice the layers cost twice, but for the fixed overhead of a bucket."""
-    models = [
-        unit_prices(replace(TINY_MODEL, num_layers=layers), TINY_HARDWARE, Topology(num_lanes=2)) for layers in (4, 8)
-    ]
-    prices = [model.cost(2, 0, 100, 5000).forward_s - 1e-5 for model in models]
-    assert prices[1] == pytest.approx(2 * prices[0])
 
 
 # A model and a hardware whose prices can be computed in one's head: 1 layer, 8 heads of width 1.
@@ -265,14 +216,6 @@ def test_all_gather_by_hand():
     assert cost.backward_s == pytest.approx(8 + 68 + 3 * 65)
 
 
-def test_a2a_by_hand():
-    """Queries, keys, values, outputs: 64 bytes per token, 3/4 of them move, 4 tokens a rank: 192 bytes, 48 s and four
-    latencies. A quarter of the heads on all 16 tokens: (256 + 2*16) / 4 = 72 s, backward (256 + 4*16) / 4 = 80 s."""
-    cost = unit_cost(cp_comm_types=("a2a",))
-    assert cost.forward_s == pytest.approx(4 + 72 + 48 + 2)
-    assert cost.backward_s == pytest.approx(8 + 80 + 48 + 2)
-
-
 def test_attention_without_a_mask_has_twice_the_flops_and_only_full_tiles():
     """Every step takes 2 * 8 = 16 s and hides as much of 32.5 s."""
     cost = unit_cost(model=replace(UNIT_MODEL, causal_attention=False))
@@ -364,13 +307,6 @@ def test_a2a_needs_whole_heads():
         tiny_cost_model(lanes).cost(8, 0, 64, 64, "a2a")
     with pytest.raises(UnsupportedFeatureError, match="group of 8 lanes"):
         tiny_cost_model(lanes, cp_comm_types=("a2a",)).cost(8, 0, 64, 64)
-
-
-def test_terms_without_a_coefficient_cost_nothing():
-    model = tiny_cost_model(Topology(num_lanes=4, tp_size=2, pp_size=2))
-    assert model.cost(2, 0, 512, 512)[3:] == (0, 0, 0, 0)
-    assert model.table.slowest_s_per_token == 0
-    assert model.reduction.least_s == 0
 
 
 @pytest.mark.parametrize("pp_size", [1, 2])

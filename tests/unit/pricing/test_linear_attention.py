@@ -25,7 +25,6 @@ from dynamic_cp.pricing.stage import _linear_attention_of
 from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.search.search import plan_global_batch, plan_problem
 from dynamic_cp.types import (
-    ACROSS_NODES,
     IN_NODE,
     Bucket,
     LinearAttention,
@@ -100,11 +99,6 @@ def test_states_cost_by_the_sample():
     shift = one.linear.plus(other.linear, -1.0)
     assert seconds((short,)) == pytest.approx(shift.constant + 100 * shift.per_token + one.per_sample)
     assert seconds((short, long)) == pytest.approx(shift.constant + 300 * shift.per_token + 2 * one.per_sample)
-
-
-def test_what_leaves_a_node_takes_longer():
-    linear = stage_of(problem_of(16))
-    assert linear.by_states(16, ACROSS_NODES)[0].per_sample > linear.by_states(8, IN_NODE)[0].per_sample
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -89,30 +89,6 @@ def test_all_forms_of_a_price_agree():
     assert num_waiting > 50
 
 
-def test_kinks_and_lines_below():
-    rng = random.Random(4)
-    num_equal = 0
-    for _ in range(50):
-        convex = random_convex(rng, 3)
-        terms = np.array([[prices.terms_of(convex)]])
-        arrays = np.array(prices.kinks_of(terms))
-        for kink in range(prices.NUM_KINKS):
-            expected = (0.0, 0.0, 0.0, 0.0)
-            if kink < 3:
-                weight, line = convex.kinks[kink]
-                expected = (weight, line[0], line[1], -line[2])
-            assert tuple(arrays[:, 0, 0, kink]) == python_of(prices.kink_at)(terms, 0, 0, kink) == expected
-        assert prices.linear_parts(terms).tolist() == [[list(convex.linear)]]
-        shares = np.array([rng.choice([0.0, 0.5, 1.0]) for _ in range(prices.NUM_KINKS)])
-        constant, per_token, per_token2 = python_of(prices.line_below)(terms, 0, 0, shares, 0.25)
-        for tokens in (0.0, 10.0, 1e5):
-            below = constant + 0.25 + per_token * tokens + per_token2 * tokens**2
-            found = prices.price(terms, 0, 0, tokens, tokens**2)
-            assert below <= found + 1e-12 * abs(found)
-            num_equal += below == pytest.approx(found)
-    assert 0 < num_equal < 150
-
-
 def test_a_weight_of_zero_ends_the_kinks():
     assert prices.price(terms_of(1, 0, 0, 0, 0, 0, 0, 5, 5, 0, 0), 0, 0, 1.0, 1.0) == 1
 

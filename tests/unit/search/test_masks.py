@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from dynamic_cp.decide.comparison import compare_policies
 from dynamic_cp.decide.plan_arrays import plan_lengths
 from dynamic_cp.errors import IllegalPlanError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.plans.validate import check_plan
@@ -14,7 +13,6 @@ from dynamic_cp.pricing.work import length_sums, plan_flops
 from dynamic_cp.search.planner_process import Request, answer
 from dynamic_cp.types import (
     CAUSAL,
-    CP_COMM_TYPES,
     FULL,
     Bucket,
     KeyRanges,
@@ -112,11 +110,3 @@ def test_a_run_whose_exchange_serves_no_masks_plans_a_lane_for_each_sample_or_is
     assert "and plans use at least 2: allow a2a or blocks (--cp-comm-type), or lower --min-dynamic-cp-size to 1" in said
     # A sample that brings no mask keeps its exchange.
     assert answer(problem, Request.of("a", [Sample(sample_id=4, seqlen=65)])).facts.cp_histogram == {2: 1}
-
-
-def test_policies_are_compared_on_samples_with_masks() -> None:
-    batches = [[Sample(sample_id=0, seqlen=40, mask=Lambda(1, 2)), Sample(sample_id=1, seqlen=9)]]
-    job = {"topology": Topology(num_lanes=2), "model": TINY_MODEL, "hardware": CURVED_HARDWARE}
-    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=CP_COMM_TYPES)
-    found = compare_policies(batches, options=options, **job)
-    assert all(one.batches[0].iteration_s > 0 for one in found.policies)

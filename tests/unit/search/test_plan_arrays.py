@@ -13,16 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamic_cp import DynamicCPError, check_plan, load_hardware, load_model, plan_lengths, simulate
+from dynamic_cp import DynamicCPError, check_plan, load_hardware, load_model, plan_lengths
 from dynamic_cp.decide.plan_arrays import PlanArrays
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.pricing.allowed import allowed_cp_sizes
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import PlanOptions, Problem, Topology
-from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
+from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 LLAMA = {
     "model_type": "llama",
@@ -290,19 +289,3 @@ def test_the_limit_that_follows_from_memory() -> None:
     assert limit < whole.planned.plan.max_tokens_per_rank, "more lanes hold less of the optimizer each"
     with pytest.raises(MemoryLimitError, match="use the distributed optimizer"):
         planned(seqlens, **(EIGHT_B | {"max_tokens_per_rank": "auto", "distributed_optimizer": False}))
-
-
-def test_values_are_short_when_printed() -> None:
-    generator = np.random.default_rng(0)
-    found = planned(generator.integers(1, 500, 3000))
-    plan, batch = found.planned.plan, GlobalBatch.of(samples_of([5, 900] * 999))
-    timeline = simulate(plan, tiny_cost_model(Topology(num_lanes=6), max_tokens_per_rank=256))
-    texts = [repr(found), repr(found.planned), repr(plan), repr(batch), repr(timeline)]
-    assert max(map(len, texts)) < 400, texts
-    assert "3000 samples" in texts[0]
-    assert f"{found.num_microbatches} micro-batches" in texts[0]
-    assert "on 6 lanes" in texts[0]
-    assert f"{found.predicted_s:.4g} s" in texts[1]
-    assert "3000 samples" in texts[2]
-    assert texts[3] == "<GlobalBatch: 1998 samples, 904095 tokens, longest 900>"
-    assert "source" not in repr(load_hardware("h100"))

@@ -19,8 +19,7 @@ from dynamic_cp.plans.serialize import dumps, loads
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.work import batch_flops, length_sums, plan_flops
-from dynamic_cp.search.planner_process import static_fallback
-from dynamic_cp.search.search import plan_global_batch, plan_problem
+from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import (
     CAUSAL,
     CP_COMM_TYPES,
@@ -202,27 +201,6 @@ def test_blocks_are_chosen_where_they_pay_and_can_be_forced(sink):
     auto, without, alone = seconds.values()
     assert auto <= alone
     assert without > 1.2 * auto
-
-
-def test_a_run_of_placed_windows_has_a_static_plan_to_fall_back_to():
-    options = PlanOptions(max_tokens_per_rank=512, cp_comm_types=("blocks",))
-    given = Problem(topology=Topology(num_lanes=4), model=EVERY_SECOND, hardware=CURVED_HARDWARE, options=options)
-    samples = samples_of(1500, 40)
-    plan = plan_problem(static_fallback(given, 1500), samples).plan
-    check_plan(plan, samples)
-    assert {bucket.cp_comm_type for bucket in plan.buckets if bucket.cp_size > 1} <= {"a2a", "all_gather"}
-
-
-def test_windows_make_faster_plans_and_less_flops():
-    samples = samples_of(*[900, 700, 300, 200, 100, 50, 50, 20] * 3)
-    options = PlanOptions(max_tokens_per_rank=512, cp_comm_types=CP_COMM_TYPES)
-    job = {"topology": Topology(num_lanes=4), "hardware": CURVED_HARDWARE, "options": options}
-    models = (replace(DEEP, window_tokens=900), EVERY_SECOND, WINDOWED, replace(WINDOWED, window_tokens=8))
-    planned = [plan_global_batch(samples, model=model, **job) for model in models]
-    seconds = [one.predicted_s for one in planned]
-    assert seconds == sorted(set(seconds), reverse=True)
-    flops = [plan_flops(model, one.plan)[0].forward for model, one in zip(models, planned, strict=True)]
-    assert flops == sorted(set(flops), reverse=True)
 
 
 def test_what_serves_no_windows_is_told():

@@ -11,29 +11,13 @@ from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.experts import expert_prices
-from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.types import Bucket, Experts, Plan, Sample, Topology, parse_placement
 from megatron.dynamic_cp.flags.experts import experts_of
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, plan_of_buckets, problem_of
 
 EXPERTS = Experts(num_experts=8, topk=2, ffn_hidden_size=128, shared_ffn_hidden_size=64, shared_gate=True)
 MODEL = replace(TINY_MODEL, experts=EXPERTS)
-HIDDEN = TINY_MODEL.hidden_size
 LARGE = replace(CURVED_HARDWARE, hbm_bytes=1e12)
-
-
-def test_weights_by_hand():
-    """An expert of a gated or plain MLP; a router; a gate of one number."""
-    matrices = 3 if TINY_MODEL.gated_linear_unit else 2
-    dense, layer = TINY_MODEL.layer, MODEL.layer
-    others = dense.linear_weights - dense.mlp_weights
-    one, router = matrices * HIDDEN * 128, HIDDEN * (8 + 1)
-    assert layer.linear_weights == others + matrices * HIDDEN * 64 + router + 2 * one
-    assert layer.held_expert_weights == 8 * one
-    more = matrices * HIDDEN * 64 + router + 8 * one - dense.mlp_weights
-    assert MODEL.num_parameters - TINY_MODEL.num_parameters == TINY_MODEL.num_layers * more
-    active = TINY_MODEL.num_layers * (layer.linear_weights - dense.linear_weights)
-    assert batch_flops(MODEL, 100, 0).forward - batch_flops(TINY_MODEL, 100, 0).forward == 2 * 100 * active
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,6 @@ def test_sizes_of_a_gated_delta_net_are_those_of_qwen3_next():
     assert (GATED_DELTA.core_flops, GATED_DELTA.summary_flops) == (4718592, 8388608)
 
 
-def test_a_sample_of_4k_tokens_a_lane_sends_a_third_by_states():
-    heads = 16384 / 4 * GATED_DELTA.heads_bytes(4, 2)
-    forward, backward = (GATED_DELTA.states_bytes(4, backward=backward) for backward in (False, True))
-    halo = GATED_DELTA.halo_bytes(4, 2)
-    assert (round(heads / 1e6), round((forward + halo) / 1e6), round((backward + halo) / 1e6)) == (76, 10, 6)
-
-
 def test_mamba_2_has_a_number_for_the_matrix_of_a_state():
     assert MAMBA.summary_bytes == MAMBA.state_bytes + 4 * 64
     assert MAMBA.core_flops == 64 * (4 * 128 * 64 + 64 * 64) + 8 * 64 * 128

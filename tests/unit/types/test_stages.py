@@ -12,7 +12,7 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.types import FULL, Layer, ModelShape, Stage, Topology
-from dynamic_cp.types.stage_layers import _splits, best_split, flags_of, in_words, is_level
+from dynamic_cp.types.stage_layers import _splits, best_split, flags_of
 from megatron.dynamic_cp.flags.layout import STAGE_FLAGS, pipeline_layers
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, problem_of
 
@@ -117,11 +117,6 @@ def test_modules_of_multi_token_prediction_are_layers_of_the_last_stage():
         replace(later, window_tokens=8)
 
 
-def test_chunks_with_modules_take_longer():
-    later = replace(TINY_MODEL, num_layers=4, pipeline_layers=((1, 1), (1, 1)), mtp_num_layers=1)
-    assert [later.chunks_of_heaviest(*place, 2) for place in ((0, 0), (1, 0), (1, 1))] == [3, 3, 1.5]
-
-
 UNEVEN = replace(TINY_MODEL, num_layers=6, pipeline_layers=((1, 1), (2, 2)))
 
 
@@ -220,16 +215,6 @@ def test_flags_say_the_layers_that_they_are_asked_for():
             looked_at += 1
     assert looked_at > 100
     assert flags_of(((1,), (3,), (2,), (1,))) is None
-
-
-def test_deepseek_v3_has_unlike_stages():
-    """61 layers and a module of multi-token prediction on the last stage."""
-    found = {pp_size: best_split(61, pp_size, 1, 1) for pp_size in (2, 4, 8, 16)}
-    assert {size: in_words(one.layers) for size, one in found.items()} == {
-        2: "31+30 layers", 4: "3x16+13 layers", 8: "7x8+5 layers", 16: "15x4+1 layers"
-    }  # fmt: skip
-    assert found[16].flags == ("--decoder-last-pipeline-num-layers 1",)
-    assert [size for size in (1, 2, 4, 8, 16, 32, 64) if is_level(61, size, 1)] == [1, 2, 4, 8, 16]
 
 
 def test_a_model_says_why_its_layers_cannot_be_shared_out():

@@ -56,19 +56,6 @@ def test_model_numbers_are_checked():
         replace(TINY_MODEL, num_query_groups=3)
 
 
-def test_weights_by_hand():
-    """TINY_MODEL: 128 * (2*128 + 2*64) + 2*128*512 weights a layer, 4 layers, 257 words."""
-    layer = 128 * 384 + 2 * 128 * 512
-    assert TINY_MODEL.linear_weights_per_layer == layer
-    assert replace(TINY_MODEL, other_weights_per_layer=7).linear_weights_per_layer == layer + 7
-    assert TINY_MODEL.vocabulary_weights == 2 * 257 * 128
-    assert TINY_MODEL.num_parameters == 4 * (layer + 256) + 128 + 2 * 257 * 128
-    tied = replace(TINY_MODEL, share_embeddings_and_output_weights=True)
-    assert tied.num_parameters == TINY_MODEL.num_parameters - 257 * 128
-    assert TINY_MODEL.layer.attention_flops_per_token2 == 2 * 128
-    assert replace(TINY_MODEL, causal_attention=False).layer.attention_flops_per_token2 == 4 * 128
-
-
 @pytest.mark.parametrize(
     ("exchange", "cp_size", "inner", "found"),
     [("p2p", 8, 1, 1), ("all_gather", 8, 1, 1), ("a2a", 8, 1, 8), ("a2a", 8, 8, 8), ("a2a", 1, 1, 1)]
