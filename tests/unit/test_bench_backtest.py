@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.backtest import __main__ as command
-from benchmarks.backtest import causes, errors, layouts, variable
+from benchmarks.backtest import errors, layouts, variable
 from benchmarks.backtest.runs import FILE, IN_FULL, Run, read_runs
 from benchmarks.backtest.steps import modelled, plan_of, problem_of, slower
 from dynamic_cp.plans.validate import check_plan
@@ -163,18 +163,6 @@ def test_limits_hold_and_fail_when_a_price_is_doubled() -> None:
     assert any("dense" in line for line in errors.broken_limits(dear))
     assert errors.broken_limits([])
     assert "runs, at least" in errors.broken_limits([])[0]
-
-
-@pytest.mark.nightly
-def test_what_overlaps_brings_dense_runs_nearer() -> None:
-    runs = [run for run in read_runs() if run.group in errors.BF16]
-    priced = causes.measure(runs)
-    nothing, gradients, shipped, _ = (
-        errors.spread([one.ratio for one in results if one.run.group == "dense"]).rms for results in priced.values()
-    )
-    assert nothing > gradients > 2 * shipped
-    goals = errors.goals_markdown(priced["TP collectives overlap, too: as shipped"])
-    assert goals.count("| met |") + goals.count("| missed |") == 12 + 1, "each goal once, and the header"
 
 
 @pytest.mark.nightly

@@ -1,7 +1,7 @@
 """The planners that ours is compared with: legal plans, honest prices."""
 
 import random
-from itertools import combinations, pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -110,16 +110,3 @@ def test_flexsp_finds_the_best_micro_batch():
         assert best_s * (1 - 1e-9) <= result.seconds <= best_s * (1 + flexsp.GAP)
         sizes |= set(result.plan.cp_histogram)
     assert len(sizes) > 1
-
-
-def test_flexsp_length_classes_add_the_fewest_tokens(monkeypatch):
-    monkeypatch.setattr(flexsp, "MAX_CLASSES", 3)
-    lengths = [100, 99, 98, 60, 55, 54, 10, 9, 1]
-
-    def added(starts: list[int]) -> int:
-        bounds = [*starts, len(lengths)]
-        return sum(lengths[start] * (stop - start) - sum(lengths[start:stop]) for start, stop in pairwise(bounds))
-
-    sizes = flexsp._length_classes(samples_of(lengths))
-    assert sum(sizes) == len(lengths)
-    assert added([0, sizes[0], sizes[0] + sizes[1]]) == min(added([0, *two]) for two in combinations(range(1, 9), 2))

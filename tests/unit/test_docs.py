@@ -414,16 +414,6 @@ def test_training_commands_for_gpus_fit_an_h100() -> None:
     assert looked_at >= 3
 
 
-def test_percentages_are_written_alike() -> None:
-    texts = [page.read_text(encoding="utf-8") for page in PAGES]
-    assert sum(len(re.findall(r"\d%", text)) for text in texts) >= 100
-    assert [
-        (page.name, re.findall(r".*\d %.*", text))
-        for page, text in zip(PAGES, texts, strict=True)
-        if re.search(r"\d %", text)
-    ] == []
-
-
 def test_files_named_on_pages_exist() -> None:
     pattern = r"`((?:dynamic_cp|megatron|tests|benchmarks|examples|tools|docs)/[\w./-]*[\w/])`"
     looked_at = 0

@@ -1,6 +1,5 @@
 """How tests run: workers report back or fail one test alone, and limits leave out waits for a core."""
 
-import os
 import re
 import signal
 import subprocess
@@ -96,56 +95,6 @@ def test_each_test_runs_once_and_a_death_fails_one_test(tmp_path: Path) -> None:
     assert len(ended) == len(set(ended)) == out.count("told done") == 2
 
 
-@pytest.mark.nightly
-def test_the_first_failure_ends_a_run_that_is_to_end_then(tmp_path: Path) -> None:
-    """Other workers' tests and fixtures are ended in their way."""
-    begun, over = tmp_path / "begun", tmp_path / "over"
-    waits = f"""
-        import pathlib, pytest, time
-        @pytest.fixture(scope="module")
-        def made():
-            yield
-            pathlib.Path({str(over)!r}).touch()
-        def test_waits(made):
-            pathlib.Path({str(begun)!r}).touch()
-            time.sleep(600)
-    """
-    fails = f"""
-        import pathlib, time
-        def test_fails():
-            while not pathlib.Path({str(begun)!r}).exists():
-                time.sleep(0.05)
-            assert 1 == 2
-        def test_after(): pass
-    """
-    running = start(tmp_path, {"a": fails, "b": waits}, "-x")
-    out = end(running, tmp_path)
-    assert "stopping after 1 failures" in out, out
-    assert "1 failed in" in out, out
-    assert running.returncode == 1
-    assert over.exists()
-
-
-def test_an_interrupt_ends_all_workers(tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
-    text = f"""
-        import os, pathlib, time
-        def test_waits():
-            with open({str(begun)!r}, "a") as file:
-                file.write(f"{{os.getpid()}}\\n")
-            time.sleep(600)
-    """
-    running = start(tmp_path, dict.fromkeys("ab", text))
-    while not begun.exists() or begun.read_text().count("\n") < 2:
-        assert running.poll() is None, end(running, tmp_path)
-        time.sleep(0.05)
-    running.send_signal(signal.SIGINT)
-    out = end(running, tmp_path)
-    assert running.returncode == 2, out
-    for pid in begun.read_text().split():
-        assert not Path(f"/proc/{pid}").exists()
-
-
 @pytest.mark.parametrize(
     ("computed_s", "waited_s", "counted_s"),
     [
@@ -159,19 +108,6 @@ def test_an_interrupt_ends_all_workers(tmp_path: Path) -> None:
 )
 def test_seconds_count_unless_a_core_was_waited_for(computed_s: float, waited_s: float, counted_s: float) -> None:
     assert patience.seconds_that_count(10.0, computed_s, waited_s) == counted_s
-
-
-SPIN = "import time\nwhile time.process_time() < 0.1: pass\nprint(flush=True)\ninput()"
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="only Linux counts who waits for a core")
-def test_what_children_compute_is_seen() -> None:
-    with subprocess.Popen([sys.executable, "-c", SPIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        computed_ns, _ = patience.counts_of(os.getpid())[str(child.pid)]
-        child.kill()
-    assert computed_ns > 0.9e8
 
 
 def test_what_hangs_meets_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

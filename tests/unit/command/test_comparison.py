@@ -16,7 +16,7 @@ import pytest
 from dynamic_cp.decide import cli, comparison
 from dynamic_cp.decide.comparison import PART_LABELS, compare_policies, speedup_of, time_parts, to_dict, verdict_of
 from dynamic_cp.decide.comparison.parts import prices_by_part
-from dynamic_cp.decide.comparison.values import Speedup, t_quantile
+from dynamic_cp.decide.comparison.values import Speedup
 from dynamic_cp.decide.comparison.verdict import MIN_GAIN, judged
 from dynamic_cp.decide.sent import sent_by_plan
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
@@ -332,14 +332,6 @@ def test_all_figures_of_a_row_agree():
     assert mean["tokens_per_s_per_gpu"] == ours.mean("tokens_per_s_per_gpu")
 
 
-def test_quantiles_of_t():
-    assert (t_quantile(1), t_quantile(10)) == (12.7062, 2.2281)
-    for degrees, value in ((31, 2.0395), (60, 2.0003), (120, 1.9799), (1000, 1.9623)):
-        assert t_quantile(degrees) == pytest.approx(value, abs=2e-4)
-    values = [t_quantile(degrees) for degrees in range(1, 200)]
-    assert values == sorted(values, reverse=True)
-
-
 def test_a_verdict_where_it_pays():
     comparison = compared(given=batches(6, 96), options=replace(OPTIONS, max_tokens_per_rank=300))
     verdict = verdict_of(comparison)
@@ -449,19 +441,6 @@ def test_an_example_asks_what_the_command_asks(example, words, monkeypatch):
     for name in compared:
         assert ours.get(name, theirs[name] if name == "data_parallel" else None) == theirs[name], name
     assert set(ours["policies"]) <= set(theirs["policies"])
-
-
-@pytest.mark.nightly
-def test_the_drawn_pipeline_is_as_long_as_the_command_says(tmp_path, monkeypatch, capsys):
-    path = Path(__file__).parents[3] / "examples" / "draw_pipeline.py"
-    monkeypatch.setattr("sys.argv", [str(path), str(tmp_path / "pipeline.svg")])
-    lengths = runpy.run_path(str(path), run_name="__main__")["LENGTHS"]
-    printed = capsys.readouterr().out
-    (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
-    words = "--lanes 4 --pp 2 --max-tokens-per-rank 8192 --recompute full --json -"
-    assert cli.main(["plan", "--lengths", str(tmp_path / "lengths.txt"), *words.split()]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert f"dynamic: {figures['predicted_s']:.3f} s with the reduction of gradients; without it " in printed
 
 
 def test_plan_and_simulate_give_one_job_the_same_seconds_at_the_edge_of_memory(tmp_path, capsys):

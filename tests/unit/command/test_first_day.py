@@ -13,8 +13,8 @@ import pytest
 
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.first_day import command, day
-from dynamic_cp.decide.first_day.day import PARTS, Day, Part, State, parts_of
-from dynamic_cp.decide.first_day.page import Page, page_of
+from dynamic_cp.decide.first_day.day import PARTS, Day, Part, State
+from dynamic_cp.decide.first_day.page import Page
 from dynamic_cp.errors import MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
 from megatron.dynamic_cp.flags.shape import model_shape
@@ -195,10 +195,6 @@ def test_a_torch_for_gpus_that_sees_none_is_told(
         command._gpus()
 
 
-def test_a_page_of_nothing(tmp_path: Path) -> None:
-    assert page_of(day_of(tmp_path), "a GPU", {}).sections == ()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -237,10 +233,3 @@ def test_the_script_is_of_the_source_or_of_the_folder(tmp_path: Path, monkeypatc
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--ranks is 4, torch sees 1 GPUs: lower it"):
         day_of(tmp_path, ranks=4)
-
-
-def test_every_part_is_started_by_this_python(tmp_path: Path) -> None:
-    found = list(parts_of(day_of(tmp_path, [H100] * 2)))
-    assert [part.name for part in found] == list(PARTS)
-    assert all(Path(part.words[0]).name.startswith("python") for part in found)
-    assert "--standalone" in found[-1].words

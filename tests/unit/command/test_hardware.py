@@ -12,7 +12,6 @@ import pytest
 from dynamic_cp import load_hardware
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli.app import group
-from dynamic_cp.models.catalog import hardware_as_dict
 from tests.unit.command.test_bad_input import DRAWN, FILES, LENGTHS
 
 SLOW_NETWORK = ["--set", "bandwidth_across_nodes=1GB/s"]
@@ -25,14 +24,6 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return out
 
 
-def test_a_file_is_printed_with_its_sources(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "hardware", "h100")
-    assert json.loads(text) == hardware_as_dict(load_hardware("h100"))
-    assert text.count('"source"') == text.count('"value"') >= 25
-    (tmp_path / "mine.json").write_text(text)
-    assert load_hardware(tmp_path / "mine.json") == load_hardware("h100")
-
-
 def test_a_changed_file_says_what_was_changed(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cloud.json"
     words = ["hardware", "h100", *SLOW_NETWORK, "--set", "hbm=96 GB", "--name", "cloud", "--output", str(path)]
@@ -41,12 +32,6 @@ def test_a_changed_file_says_what_was_changed(tmp_path: Any, capsys: pytest.Capt
     assert (found.name, found.bandwidth_across_nodes_bytes_per_s, found.hbm_bytes) == ("cloud", 1e9, 96e9)
     assert found.source["hbm_bytes"] == "hbm=96 GB, set by hand; h100 has 84.9 GB"
     assert path.read_text() == printed(capsys, "hardware", str(path))
-
-
-def test_the_bundled_ones_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [line.split() for line in printed(capsys, "hardware").splitlines()]
-    (h100,) = [row for row in rows if row and row[0] == "h100"]
-    assert " ".join(h100) == "h100 989.4 TFLOP/s 84.9 GB 150 GB/s 40 GB/s"
 
 
 def test_every_command_with_hardware_has_set() -> None:

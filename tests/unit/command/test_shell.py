@@ -9,7 +9,6 @@ import json
 import os
 import pty
 import re
-import resource
 import subprocess
 import sys
 import time
@@ -38,23 +37,6 @@ def compile_for(name):
         assert name not in ("plan", "simulate") or cli.main(COMMANDS[name]) == 0
 
 
-def test_help_starts_at_once():
-    def computed_s(words):
-        """Seconds of computing, which other processes make longer, but no more for one command than for another."""
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(words, check=True, capture_output=True, timeout=60)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    click_s, help_s = [], []
-    for _ in range(10):
-        click_s.append(computed_s([sys.executable, "-c", "import click"]))
-        help_s.append(computed_s([*COMMAND, "--help"]))
-        if min(help_s) < 4 * min(click_s):  # 2 or 3 times, 0.1 s
-            return
-    raise AssertionError(f"--help takes {min(help_s)} s, the import of click {min(click_s)} s")
-
-
 def test_help_imports_nothing_heavy():
     program = (
         "import sys; from dynamic_cp.decide import cli; cli.main(['--help']); cli.main(['simulate', '--help'])\n"
@@ -63,17 +45,6 @@ def test_help_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "heavy:")
-
-
-@pytest.mark.nightly
-def test_the_library_imports_no_command_line():
-    program = (
-        "import sys, dynamic_cp, dynamic_cp.decide.comparison\n"
-        "dynamic_cp.plan_global_batch; dynamic_cp.load_model\n"
-        "print('heavy:', *sorted({'click', 'rich', 'torch', 'megatron', 'matplotlib'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "heavy:\n")
 
 
 @pytest.mark.by_day("lengths")
@@ -86,16 +57,6 @@ def test_a_pipe_gets_no_control_characters(command):
     text = done.stdout.decode()
     assert len(text.splitlines()) > 5
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
-
-
-@pytest.mark.nightly
-def test_ascii_terminals_get_ascii():
-    done = run(COMMANDS["simulate"], PYTHONIOENCODING="ascii")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.isascii()
-    done = run(COMMANDS["lengths"], PYTHONIOENCODING="ascii")
-    assert done.returncode == 0, done.stderr
-    assert b"##" in done.stdout
 
 
 def in_terminal(words, **environment):
@@ -142,19 +103,6 @@ def test_a_reader_that_leaves_early_is_no_error(name):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_lengths_are_described(capsys):
-    assert cli.main([*COMMANDS["lengths"], "--json", "-"]) == 0
-    described = json.loads(capsys.readouterr().out)["lengths"][str(INPUTS / "lengths.txt")]
-    lengths = [int(word) for word in (INPUTS / "lengths.txt").read_text().split()]
-    assert (described["num_samples"], described["num_tokens"]) == (len(lengths), sum(lengths))
-    for one in described["classes"]:
-        inside = [length for length in lengths if one["above_tokens"] < length <= one["up_to_tokens"]]
-        assert len(inside) == one["num_samples"]
-        assert sum(inside) / sum(lengths) == pytest.approx(one["tokens"])
-    for share in ("samples", "tokens", "tokens_squared"):
-        assert sum(one[share] for one in described["classes"]) == pytest.approx(1)
-
-
 def test_a_trace_has_every_policy(tmp_path, capsys):
     path = tmp_path / "trace.json.gz"
     words = [*COMMANDS["trace"], "--output", str(path), "--policy", "dynamic,balanced", "--pp", "2"]
@@ -167,19 +115,6 @@ def test_a_trace_has_every_policy(tmp_path, capsys):
     cli.main([*words, "--first-lanes", "1"])
     fewer = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     assert 0 < len(fewer) < len(events)
-
-
-@pytest.mark.nightly
-def test_a_report_says_how_to_make_it_again(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
-    path = tmp_path / "a report.html"
-    words = ["report", *DRAWN, "--lanes", "4", *FILES, "--batches", "2", "--policy", "dynamic,balanced"]
-    assert cli.main([*words, "--output", str(path)]) == 0
-    text = re.sub(r"<[^>]*>", "", path.read_text(encoding="utf-8"))
-    assert "dynamic-cp report --lengths" in text
-    assert "--batches 2" in text
-    assert "a report.html" in text
 
 
 def test_the_doctor_finds_what_is_broken(monkeypatch, capsys):

@@ -107,6 +107,31 @@ def test_what_crosses_comes_once_to_a_node_and_from_its_relay_to_all_others(take
         assert seen[what] > 8, what
 
 
+def test_relays_are_those_of_the_rule() -> None:
+    """In plain words: largest first, each to the lane with least, of equals the one with least in all."""
+    num_relays = 0
+    for seed in SEEDS:
+        placement, lanes, _ = drawn(seed)
+        needed, tokens = crossing(placement, lanes), tokens_of(placement)
+        begins = {thing: min(chain(*users.values())) for thing, users in needed.items()}
+        fetched: Counter[tuple[int, int, int]] = Counter()
+        in_all: Counter[int] = Counter()
+        expected = {}
+        for thing in sorted(needed, key=lambda thing: (begins[thing], -tokens[thing[2]], thing)):
+            node, kind, home = thing
+            best = min(
+                (10 * fetched[begins[thing], kind, lane] + (0 if lane in needed[thing] else 3 * tokens[home]),
+                 sum(fetched[begins[thing], one, lane] for one in (ROW, COLUMN)), in_all[lane], lane)
+                for lane in range(lanes.number) if node_of(lane, lanes) == node
+            )  # fmt: skip
+            expected[thing] = best[-1]
+            fetched[begins[thing], kind, best[-1]] += tokens[home]
+            in_all[best[-1]] += tokens[home]
+        assert relays_of(placement, lanes) == expected
+        num_relays += len(expected)
+    assert num_relays > 1000
+
+
 def uneven(sizes: list[int], users: list[list[int]]) -> Placement:
     """Return a placement where lane 0 holds homes of these sizes, and users of each hold one token behind them."""
     ends = np.cumsum(sizes).tolist()

@@ -1,7 +1,6 @@
 """HTML pages: well-formed, self-contained, escaped, small, and true to the comparison or run they show."""
 
 import re
-import sys
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -16,7 +15,7 @@ from dynamic_cp.decide.report.comparison_page import _typeset, render_report
 from dynamic_cp.decide.report.drawing import format_s
 from dynamic_cp.decide.report.run_page import render_run_report
 from dynamic_cp.decide.report.theme import DARK, LIGHT
-from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.errors import InvalidInputError
 from tests.unit.report.support import comparison
 from tests.unit.report.test_pictures import RECORDS
 
@@ -267,11 +266,6 @@ def test_a_pool_has_a_row_and_the_picture_of_its_ticks():
 
 
 @pytest.mark.nightly
-def test_the_same_comparison_gives_the_same_page():
-    assert of_hostile_names() == page_of("comparison")
-
-
-@pytest.mark.nightly
 def test_a_run_that_is_as_predicted_says_so_and_one_that_is_not_too():
     close = tuple(replace(one, measured_s=one.predicted_s * 1.02) for one in RECORDS)
     text = " ".join(Page(render_run_report(close)).texts)
@@ -303,10 +297,3 @@ def test_a_long_run_shows_some_of_its_iterations():
 def test_a_run_without_records_is_refused():
     with pytest.raises(InvalidInputError, match="0 iterations are given"):
         render_run_report([])
-
-
-@pytest.mark.nightly
-def test_a_missing_jinja2_is_named_with_its_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(UnsupportedFeatureError, match=r"HTML pages need jinja2.*\[report\]"):
-        render_run_report(RECORDS[:1])

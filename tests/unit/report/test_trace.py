@@ -3,8 +3,6 @@
 import gzip
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -114,23 +112,6 @@ def test_lanes_of_placed_buckets_have_times_and_tokens_of_their_own():
         assert len({e["dur"] for e in slices.values()}) > 1
 
 
-def test_lanes_can_be_chosen():
-    (_, (_, timeline)) = timelines("4096-lanes")
-    events = trace_events(timeline, lanes=range(250, 260))
-    check_events(events)
-    assert {event["tid"] for event in events if event["ph"] == "X"} == set(range(250, 260))
-    # The group of lanes 0 .. 255 reaches lanes 250 .. 255, the next 256 .. 259.
-    joined = [event["tid"] for event in events if event["name"] == "CP group" and event["ph"] == "s"]
-    assert sorted(set(joined)) == [250, 256]
-
-
-@pytest.mark.parametrize("lanes", [range(0), range(-1, 2), range(4, 9), range(0, 8, 2)])
-def test_lanes_that_are_not_there_are_refused(lanes):
-    (_, (_, timeline)) = timelines("usual")
-    with pytest.raises(InvalidInputError, match=r"the plan has 0 \.\. 7"):
-        trace_events(timeline, lanes=lanes)
-
-
 def test_two_timelines_and_measured_spans_stand_side_by_side():
     ((_, static), (_, dynamic)) = timelines("usual")
     events = trace_events(static, label="static") + trace_events(dynamic, label="dynamic", first_process=2)
@@ -155,12 +136,6 @@ def test_written_traces_parse_back_and_are_the_same_bytes(tmp_path):
     assert trace["displayTimeUnit"] == "ms"
     assert trace["otherData"] == {"command": 'dynamic-cp trace --label "x"'}
     check_events(trace["traceEvents"])
-
-
-def test_a_place_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(InvalidInputError, match="choose a writable place"):
-        write_trace(tmp_path / "no" / "trace.json", [])
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_measured_iterations_are_slices_on_the_clock_of_the_run():
@@ -214,36 +189,6 @@ def test_no_spans_and_impossible_spans_are_refused():
     for start_s, duration_s in ((0, -1), (0, float("inf")), (float("nan"), 1)):
         with pytest.raises(InvalidInputError, match="must be finite"):
             span(start_s, duration_s)
-
-
-@pytest.mark.nightly
-def test_traces_need_neither_matplotlib_nor_jinja2():
-    program = (
-        "import sys; sys.modules['matplotlib'] = sys.modules['jinja2'] = None;"
-        "from tests.unit.report.support import timelines; from dynamic_cp.decide.report.trace import trace_events;"
-        "print(len(trace_events(timelines('one')[0][1])))"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert int(result.stdout) > 5
-
-
-@pytest.mark.parametrize(
-    ("index", "changes", "message"),
-    [
-        (0, {"dur": 2e6}, "overlaps"),
-        (0, {"tid": 99}, "has no name"),
-        (0, {"ts": -1.0}, "-1.0"),
-        (0, {"ph": "Y"}, "Y"),
-        (-1, {"pid": "0"}, "'pid': '0'"),
-    ],
-)
-def test_the_judge_refuses_illegal_traces(index, changes, message):
-    events = measured_trace_events([span(0, 1), span(1, 1, kind="B")])
-    check_events(events)
-    place = [number for number, event in enumerate(events) if event["ph"] == "X"][index]
-    events[place] = events[place] | changes
-    with pytest.raises(AssertionError, match=message):
-        check_events(events)
 
 
 def test_timelines_without_a_reduction_end_with_their_last_operation():

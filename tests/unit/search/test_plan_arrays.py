@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamic_cp import DynamicCPError, check_plan, load_hardware, load_model, plan_lengths
+from dynamic_cp import DynamicCPError, check_plan, load_hardware, load_model, plan_lengths, simulate
 from dynamic_cp.decide.plan_arrays import PlanArrays
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.memory.memory_model import MemoryModel
@@ -21,7 +21,7 @@ from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.pricing.allowed import allowed_cp_sizes
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import PlanOptions, Problem, Topology
-from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
+from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 
 LLAMA = {
     "model_type": "llama",
