@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import ceil
 from typing import NamedTuple
 
@@ -373,14 +374,17 @@ class Search:
     ) -> Iterator[Candidate]:
         topology = self.cost_model.topology
         fewest = fewest_rows(self.lengths.seqlens, durations, k, topology.num_lanes)
-        counts = {round_up(ceil(factor * fewest), topology.num_microbatches_multiple) for factor in _BALANCED_SWEEP}
-        none_fits = True
-        for num_rows in sorted(counts):
-            packing = pack_balanced(self.lengths, durations, k, topology.num_lanes, num_rows)
-            if packing is not None:
-                none_fits = False
-                yield from self._ordered(f"{name} cp={1 << k} m={num_rows}", packing, best_ns=best_ns)
-        if none_fits:
+        multiple = topology.num_microbatches_multiple
+        counts = {round_up(ceil(factor * fewest), multiple) for factor in _BALANCED_SWEEP}
+        pack = partial(pack_balanced, self.lengths, durations, k, topology.num_lanes)
+        packings = [pack(num_rows) for num_rows in sorted(counts)]
+        rows_of_next_fit = round_up(next_fit.num_rows, multiple)
+        if packings[0] is None and rows_of_next_fit not in counts:  # many samples fill more than half a bucket each
+            packings.append(pack(rows_of_next_fit))
+        found = [packing for packing in packings if packing is not None]
+        for packing in found:
+            yield from self._ordered(f"{name} cp={1 << k} m={packing.num_rows}", packing, best_ns=best_ns)
+        if not found:
             yield self._judged(f"{name} cp={1 << k} m={next_fit.num_rows} next-fit", next_fit)
 
     def _ordered(

@@ -169,6 +169,12 @@ def test_without_a_given_size_the_static_policies_take_the_smallest_that_holds_t
     assert set(plan(samples_of([9]), Topology(num_lanes=6), policy, min_cp_size=2).plan.cp_histogram) == {2}
 
 
+def test_static_cp_gets_the_rows_that_samples_of_more_than_half_a_bucket_need():
+    samples = samples_of([360] * 40)  # by tokens 29 buckets of 512, and interleaving needs a multiple of three
+    planned = plan(samples, Topology(num_lanes=2, pp_size=3, vp_size=3), "balanced", static_cp_size=2)
+    assert planned.plan.num_microbatches == 42
+
+
 def test_with_many_lanes_and_a_pipeline_it_stays_well_ahead_of_greedy():
     """Eight blocks of eight lanes: the longest samples are dealt to more than four of them."""
     job = {"topology": Topology(num_lanes=64, pp_size=4), "model": load_model("llama-2-13b")}
