@@ -104,7 +104,7 @@ def _measure_case(
 ) -> Outcome:
     from megatron.dynamic_cp.attention.kernels.choice import kernel_for
     from megatron.dynamic_cp.attention.thd import Attention
-    from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+    from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
     local = args.tokens // NUM_RANKS
     generator = torch.Generator().manual_seed(groups.lane)

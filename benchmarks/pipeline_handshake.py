@@ -62,7 +62,7 @@ def measure(name: str) -> None:
     from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample
     from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
     from megatron.dynamic_cp.data.micro_batches import PackedStep, for_chunk, micro_batches, pack_step
-    from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+    from megatron.dynamic_cp.packed_seq_params import ExchangeStats
     from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator
     from megatron.dynamic_cp.step.schedule import run_schedule
     from megatron.trainer.flags.arguments import parse_args

@@ -4,7 +4,7 @@ values, without torch and megatron. Planning code is imported at its first use, 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dynamic_cp import _moved, _python  # noqa: F401
+from dynamic_cp import _moved
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import (
     Bucket,

@@ -1,5 +1,5 @@
-"""Imports that moved and that pages named: under the old name for this release, with a warning that says the new
-one."""
+"""What importing the package does first: it refuses an older Python, and finds imports that moved and that pages named
+under their old name for this release, with a warning that says the new one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import CodeType, ModuleType
+
+LEAST = (3, 10)
+
+if sys.version_info < LEAST:
+    found, needed = (".".join(map(str, version[:2])) for version in (sys.version_info, LEAST))
+    raise ImportError(f"this is Python {found}, dynamic_cp needs {needed} or newer: install one, and use its pip")
 
 _DECIDE = ("bounds", "calibration", "cli", "comparison", "doctor", "first_day", "report", "sweep")
 _INTEGRATIONS = ("foreign", "outside", "post_training", "scheduler")
@@ -25,6 +31,9 @@ MOVED = {
     "megatron.dynamic_cp.data.turns": "megatron.integrations.turns",
     "megatron.dynamic_cp.doctor": "megatron.decide.doctor",
     "megatron.dynamic_cp.data.shared_question": "megatron.dynamic_cp.data.sample_tokens",
+    "megatron.dynamic_cp.layout.sharding": "megatron.dynamic_cp.packed_seq_params",
+    "megatron.dynamic_cp.layout": "megatron.dynamic_cp",
+    "megatron.dynamic_cp.step.loss": "megatron.dynamic_cp.step.schedule",
     "megatron.dynamic_cp.model.rotary": "megatron.dynamic_cp.model.self_attention",
     "megatron.integrations.post_training.heads": "megatron.integrations.post_training.megatron_passes",
     "megatron.trainer.weights": "megatron.integrations.weights",

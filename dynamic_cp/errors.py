@@ -12,8 +12,8 @@ class DynamicCPError(ValueError):
 
     Args:
         message: One line for the user: what, the two numbers, the remedy.
-        **details: The numbers of the message, kept as attributes for programs. Errors of the trainer have none: it is a
-            command, which prints the message.
+        **details: Attributes for programs: which sample, which place of a plan, how many bytes. Values and flags that
+            are wrong are named in the message alone.
     """
 
     def __init__(self, message: str, **details: Any) -> None:

@@ -32,10 +32,7 @@ def unique_entries(entries: Sequence[tuple[str, Any]], refused: Callable[[str, i
 
 def parse_json(where: str, content: str | bytes, remedy: str) -> Any:
     """Return what the JSON `content` holds, without a byte-order mark; errors name it by `where` and end with `remedy`.
-
-    Raises:
-        InvalidInputError: no UTF-8, empty, no JSON, nested too deep, or an entry is there twice.
-    """
+    Raises InvalidInputError: no UTF-8, empty, no JSON, nested too deep, or an entry is there twice."""
 
     def refused(why: str) -> InvalidInputError:
         return InvalidInputError(f"{where} is not JSON: {why}: {remedy}")

@@ -17,7 +17,7 @@ from dynamic_cp.types import (
     SearchEffort,
     Topology,
 )
-from dynamic_cp.types.stage_layers import in_words
+from dynamic_cp.types.layers import in_words
 
 STATIC_POLICIES = ("static", "balanced")
 """Policies with one CP size for all samples."""

@@ -22,7 +22,7 @@ from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.plans.plan_source import PlanSource
 from megatron.dynamic_cp.plans.planner import Planner
 from megatron.dynamic_cp.repairs import cpu_backend
-from megatron.dynamic_cp.step.loss import forward_step
+from megatron.dynamic_cp.step.schedule import forward_step
 from megatron.integrations.foreign.iterator import wrap_data_iterator
 
 SEQ_LENGTH, VOCAB_SIZE, GLOBAL_BATCH_SIZE, NUM_STEPS = 512, 128, 12, 10

@@ -5,7 +5,7 @@ from typing import Any
 
 from dynamic_cp.models.flags import TransformerImpl
 from megatron.dynamic_cp.attention.te.support import LayerChoice, choose_layers
-from megatron.dynamic_cp.flags.layer_needs import LayerNeeds, layer_needs
+from megatron.dynamic_cp.flags.shape import LayerNeeds, layer_needs
 
 
 def needs_of(requested: TransformerImpl | None, exchange: str, **flags: Any) -> LayerNeeds:

@@ -34,7 +34,7 @@ class Feature(NamedTuple):
 FEATURES = (
     Feature("plan of a batch", "planner.md#the-five-steps", r"(dynamic_cp|unit)/(search|packing|plans|pipeline)/"),
     Feature("price of a bucket", "cost-model.md", r"(dynamic_cp|unit)/(pricing|models)/"),
-    Feature("refinement by measured times", "cost-model.md#refinement", r"/learning/|refin|bucket_times|/measuring/"),
+    Feature("refinement by measured times", "cost-model.md#refinement", r"/learning/|refin|bucket_times|/measuring"),
     Feature("memory, the token limit", "cost-model.md#memory", r"dynamic_cp/memory/|memory"),
     Feature("exchanges", "mechanisms.md#four-exchanges", r"/mechanisms/|exchange"),
     Feature("placed attention, masks", "mechanisms.md#placed-attention", r"/placement/|placed|/blocks|mask"),
@@ -61,7 +61,7 @@ FEATURES = (
     Feature(
         "micro-batches, a step",
         "design.md#one-sample-from-loader-to-loss",
-        r"megatron/dynamic_cp/(data|layout|step)/|test_(wrapper|prefetch|sharding|pipeline_p2p|parity)",
+        r"megatron/dynamic_cp/(data|step)/|packed_seq_params|test_(wrapper|prefetch|sharding|pipeline_p2p|parity)",
     ),
     Feature("dump and replay", "how-to/operate.md#dump-and-replay", r"plan_dump|replay|test_dump"),
     Feature("flags", "flags.md", r"/flags/|/test_(arguments|settings|refused_flags)"),

@@ -24,7 +24,7 @@ from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pricing.linear_prices import StageLinearAttention
 from dynamic_cp.types import IN_NODE, LinearAttention, ModelShape, PlanOptions, Problem, StateExchange, Topology
 from megatron.dynamic_cp.attention.linear import kernels, thd
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
 LAYERS = {
     "qwen3-next": LinearAttention(kind="gated_delta_net", num_heads=32, num_groups=16, key_size=128, value_size=128),

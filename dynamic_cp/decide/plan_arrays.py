@@ -187,9 +187,7 @@ class PlanArrays:
             ("micro-batch", micro_batch, self.num_microbatches),
         ):
             if not isinstance(value, int | np.integer) or not 0 <= value < number:
-                raise InvalidInputError(
-                    f"{what} {value} is not in the plan, it has {number}: use 0 to {number - 1}", value=value
-                )
+                raise InvalidInputError(f"{what} {value} is not in the plan, it has {number}: use 0 to {number - 1}")
 
 
 def plan_lengths(
@@ -350,14 +348,12 @@ def _checked(seqlens: ArrayLike) -> Ints:
     if lengths.ndim != 1 or not lengths.size:
         raise InvalidInputError(
             f"seqlens has shape {lengths.shape}, one dimension with at least 1 length is needed: give the tokens of "
-            "each sample",
-            shape=lengths.shape,
+            "each sample"
         )
     if lengths.dtype.kind not in "iu":
         raise InvalidInputError(
             f"seqlens holds {lengths.dtype}, integers are needed: give whole tokens, such as attention_mask.sum(1) of "
-            "an integer mask",
-            dtype=lengths.dtype,
+            "an integer mask"
         )
     wrong = (lengths < 1) | (lengths > MAX_COUNT)
     if wrong.any():

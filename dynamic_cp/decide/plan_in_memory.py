@@ -1,8 +1,8 @@
 """Plans a global batch within the memory of the device: for the command and for `plan_lengths`.
 
-The trainer finds its limit before it knows a batch (`megatron/trainer/setup/memory.py`), by the same memory model.
-Who knows the batches (plan, simulate, trace, report, sweep) also looks for the largest CP size that a run should have,
-which it is told by --max-dynamic-cp-size: the rule is `options_in_memory`.
+The trainer finds its limit before it knows a batch (`megatron/trainer/setup/planned_runtime.py`), by the same memory
+model. Who knows the batches (plan, simulate, trace, report, sweep) also looks for the largest CP size that a run should
+have, which it is told by --max-dynamic-cp-size: the rule is `options_in_memory`.
 """
 
 from __future__ import annotations

@@ -167,8 +167,7 @@ def _entries() -> dict[str, dict[str, Any]]:
 def _unknown(name: str) -> InvalidInputError:
     return InvalidInputError(
         f"{name!r} is not a workload{did_you_mean(name, workload_names())}: use {', '.join(workload_names())}, "
-        f"{SPEC_EXAMPLE}, or the path of a file of lengths",
-        name=name,
+        f"{SPEC_EXAMPLE}, or the path of a file of lengths"
     )
 
 

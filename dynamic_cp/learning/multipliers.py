@@ -14,15 +14,7 @@ from dynamic_cp.types import Hardware
 MOST = 4.0
 """A factor lies between 1 / MOST and MOST: a hardware file that is wrong by more must be measured again."""
 
-TERMS = (
-    "linear",
-    "attention",
-    "exchange",
-    "overhead",
-    "linear_backward",
-    "attention_backward",
-    "overhead_backward",
-)
+TERMS = ("linear", "attention", "exchange", "overhead", "linear_backward", "attention_backward", "overhead_backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +48,12 @@ class Multipliers:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / MOST <= value <= MOST:
                 raise InvalidInputError(
                     f"multiplier {name} is {value!r}, it must lie in {1 / MOST} .. {MOST}: "
-                    "leave the refinement out or measure the hardware file again",
-                    name=name,
+                    "leave the refinement out or measure the hardware file again"
                 )
         for name in ("first_iteration", "last_iteration", "num_observations"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise InvalidInputError(f"{name} of the multipliers is {value!r}, a count >= 0 is needed", name=name)
+                raise InvalidInputError(f"{name} of the multipliers is {value!r}, a count >= 0 is needed")
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -71,11 +62,8 @@ class Multipliers:
 
     def apply(self, base: Hardware) -> Hardware:
         """Return `base` with its coefficients changed; `source` of each changed one says by what and from which
-        iterations. A coefficient of 0, a term that is not priced, stays 0.
-
-        Args:
-            base: the hardware file, never one that was refined: factors do not add up.
-        """
+        iterations. A coefficient of 0, a term that is not priced, stays 0. `base`: the hardware file, never one that
+        was refined: factors do not add up."""
         factors = {
             **dict.fromkeys(("linear_flops_per_s", "head_flops_per_s"), 1 / self.linear),
             "linear_backward_over_forward": self.linear_backward,
@@ -108,11 +96,8 @@ class Multipliers:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Multipliers:
-        """Return what `to_dict` wrote.
-
-        Raises:
-            InvalidInputError: missing or unknown names, or values that no refinement gives.
-        """
+        """Return what `to_dict` wrote. Raises InvalidInputError: missing or unknown names, or values that no refinement
+        gives."""
         names = [field.name for field in fields(cls)]
         if set(data) != set(names):
             raise InvalidInputError(
@@ -155,14 +140,9 @@ class Coefficients:
         return self.multipliers(iteration).apply(self.base)
 
     def changed(self, first_iteration: int, factors: Multipliers, *, oldest: int = 1) -> Coefficients:
-        """Return these with other factors from `first_iteration` on.
-
-        Args:
-            oldest: first iteration that may still be asked for; what only earlier ones use is forgotten.
-
-        Raises:
-            InvalidInputError: they have changed at `first_iteration` or later already.
-        """
+        """Return these with other factors from `first_iteration` on. `oldest`: first iteration that may still be asked
+        for; what only earlier ones use is forgotten. Raises InvalidInputError: they have changed at `first_iteration`
+        or later already."""
         in_use = [first for first, _ in self.changes if first <= oldest]
         kept = tuple(change for change in self.changes if not in_use or change[0] >= in_use[-1])
         return Coefficients(base=self.base, changes=(*kept, (first_iteration, factors)))
@@ -173,14 +153,8 @@ class Coefficients:
 
     @classmethod
     def from_dict(cls, base: Hardware, data: Mapping[str, Any]) -> Coefficients:
-        """Return what `to_dict` wrote.
-
-        Args:
-            base: the run's hardware file. Another one than before is allowed: factors then correct that one.
-
-        Raises:
-            InvalidInputError: anything else than `to_dict` writes.
-        """
+        """Return what `to_dict` wrote. `base`: the run's hardware file. Another one than before is allowed: factors
+        then correct that one. Raises InvalidInputError: anything else than `to_dict` writes."""
         changes = data.get("changes") if isinstance(data, Mapping) else None
         if not isinstance(changes, list) or any(
             not isinstance(change, list | tuple) or len(change) != 2 or not isinstance(change[1], Mapping)

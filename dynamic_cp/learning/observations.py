@@ -110,10 +110,7 @@ class PricedObservations:
 
     def predicted_s(self, cost_model: CostModel) -> Floats:
         """Return [observation, forward | backward] seconds; the numbers of `CostModel.cost`, for all of them.
-
-        Args:
-            cost_model: with the topology and options of the one given at first.
-        """
+        `cost_model`: with the topology and options of the one given at first."""
         shifts = cost_model.shifts_of_states(self._places[:, 0], self._places[:, 1], self._num_states)
         terms = cost_model.table.level_terms[self._rows] + shifts
         seconds = prices_of(terms, self._tokens[:, None], self._squares[:, None])

@@ -95,15 +95,13 @@ def refine(
         iterations: first and last whose times these are, for the record.
         present: the factors in use; None = those of the file.
 
-    Raises:
-        InvalidInputError: `iterations` are no range.
+    Raises InvalidInputError: `iterations` are no range.
 
     Source: iteratively reweighted least squares with Huber's weights (Huber 1964, "Robust Estimation of a Location
     Parameter"), Gauss-Newton steps projected on the bounds.
 
     Limits: memory-bound edges (embedding, loss), TP collectives and pipeline hops keep their coefficients; what is
-    wrong with them ends up in the other factors that have a similar effect.
-    """
+    wrong with them ends up in the other factors that have a similar effect."""
     first, last = iterations
     if not 1 <= first <= last:
         raise InvalidInputError(f"iterations {first} to {last} are not a range: give 1 <= first <= last")

@@ -61,11 +61,8 @@ class LengthFile:
         return DataError(f"{self.name} is not a {kind} file of lengths: {why}", path=self.path)
 
     def text(self, kind: str, content: bytes, first_line: int = 1) -> str:
-        """Return `content`, which begins in `first_line`, as text; it may begin with a byte-order mark.
-
-        Raises:
-            DataError: it is not UTF-8, with the line and the remedy.
-        """
+        """Return `content`, which begins in `first_line`, as text; it may begin with a byte-order mark. Raises
+        DataError: it is not UTF-8, with the line and the remedy."""
         if first_line == 1 and content.startswith(b"\x1f\x8b"):
             raise self.no_lengths(kind, "it is compressed: gunzip it first")
         try:

@@ -135,11 +135,8 @@ def _as_array(file: LengthFile, entries: _Entries) -> NDArray[np.int64]:
 
 
 def csv_rows(file: LengthFile) -> list[tuple[int, list[str]]]:
-    """Return the line and the cells of each row that is not blank.
-
-    Raises:
-        DataError: it is no CSV, or a row has another number of cells than the first: 1,000 is two.
-    """
+    """Return the line and the cells of each row that is not blank. Raises DataError: it is no CSV, or a row has another
+    number of cells than the first: 1,000 is two."""
     try:
         lines = csv.reader(io.StringIO(file.text(".csv", file.read()), newline=""))
         rows = [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(map(str.strip, row))]
@@ -208,13 +205,9 @@ PARQUET_MAGIC = b"PAR1"
 
 
 def read_parquet(file: LengthFile) -> NDArray[np.int64]:
-    """Return the lengths in a parquet file: a column of them, or the token ids of each sample.
-
-    Raises:
-        UnsupportedFeatureError: pyarrow is not installed.
-        DataError: no such column, or something in it that is no length.
-        OSError: it cannot be read.
-    """
+    """Return the lengths in a parquet file: a column of them, or the token ids of each sample. Raises
+    UnsupportedFeatureError: pyarrow is not installed. Raises DataError: no such column, or something in it that is no
+    length. Raises OSError: it cannot be read."""
     parts, first = [np.empty(0, np.int64)], 1
     with open_parquet(file) as table:
         names = table.schema_arrow.names
@@ -230,12 +223,8 @@ def read_parquet(file: LengthFile) -> NDArray[np.int64]:
 
 @contextmanager
 def open_parquet(file: LengthFile) -> Iterator[Any]:
-    """Yield `file` as pyarrow's ParquetFile; what pyarrow finds wrong with it becomes a DataError.
-
-    Raises:
-        UnsupportedFeatureError: pyarrow is not installed.
-        OSError: it cannot be read.
-    """
+    """Yield `file` as pyarrow's ParquetFile; what pyarrow finds wrong with it becomes a DataError. Raises
+    UnsupportedFeatureError: pyarrow is not installed. Raises OSError: it cannot be read."""
     try:
         arrow: Any = import_module("pyarrow")
         parquet: Any = import_module("pyarrow.parquet")

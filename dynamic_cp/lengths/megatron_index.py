@@ -42,9 +42,7 @@ def read_megatron_index(path: str | Path) -> MegatronIndex:
     Layout: header, int32 tokens per sequence, int64 byte offset per sequence, int64 number of sequences before each
     document boundary (from 0 to all), and for multimodal data int8 mode per sequence.
 
-    Raises:
-        DataError: the file cannot be read, is no index, is truncated or contradicts itself.
-    """
+    Raises DataError: the file cannot be read, is no index, is truncated or contradicts itself."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for whoever writes into it
             raise DataError(f"cannot read {path}: it is not a regular file; give the .idx file itself", path=path)
@@ -110,8 +108,7 @@ def _check_sequences(
             raise DataError(
                 f"{path}: its {len(sequence_tokens)} sequences do not lie one after the other in the .bin: number "
                 f"{start + first} has {piece[first]} tokens and begins at byte {offsets_bytes[start + first]}, those "
-                f"before it end at {starts[first] * token_bytes}; {_REMEDY}",
-                sequence=start + first,
+                f"before it end at {starts[first] * token_bytes}; {_REMEDY}"
             )
         end = int(starts[-1]) + int(piece[-1])
 
@@ -123,14 +120,10 @@ def _parse_header(path: str | Path, header: bytes, idx_bytes: int) -> tuple[int,
             f"{path} starts with {header[: len(MAGIC)]!r}, a Megatron index with {MAGIC!r}: give another path"
         )
     if len(header) < HEADER.size:
-        raise DataError(
-            f"{path} is truncated: {idx_bytes} bytes, its header alone has {HEADER.size}; {_REMEDY}",
-            expected_bytes=HEADER.size,
-            found_bytes=idx_bytes,
-        )
+        raise DataError(f"{path} is truncated: {idx_bytes} bytes, its header alone has {HEADER.size}; {_REMEDY}")
     _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
     if version != 1:
-        raise DataError(f"{path} has version {version}, only 1 is known: {_REMEDY}", version=version)
+        raise DataError(f"{path} has version {version}, only 1 is known: {_REMEDY}")
     if code not in BYTES_OF_TOKEN_TYPE:
         raise DataError(
             f"{path} has token type {code}, integers are {', '.join(map(str, BYTES_OF_TOKEN_TYPE))}: {_REMEDY}"
@@ -139,14 +132,8 @@ def _parse_header(path: str | Path, header: bytes, idx_bytes: int) -> tuple[int,
     if idx_bytes < expected_bytes:
         raise DataError(
             f"{path} is truncated: {idx_bytes} bytes, the {num_sequences} sequences and {num_boundaries} document "
-            f"boundaries of its header need {expected_bytes}; {_REMEDY}",
-            expected_bytes=expected_bytes,
-            found_bytes=idx_bytes,
+            f"boundaries of its header need {expected_bytes}; {_REMEDY}"
         )
     if idx_bytes not in (expected_bytes, expected_bytes + num_sequences):
-        raise DataError(
-            f"{path} has {idx_bytes} bytes, its header says {expected_bytes}: {_REMEDY}",
-            expected_bytes=expected_bytes,
-            found_bytes=idx_bytes,
-        )
+        raise DataError(f"{path} has {idx_bytes} bytes, its header says {expected_bytes}: {_REMEDY}")
     return num_sequences, num_boundaries, BYTES_OF_TOKEN_TYPE[code]

@@ -55,15 +55,9 @@ def is_pipe(path: str | Path) -> bool:
 
 
 def piped_bytes(path: str | Path) -> bytes | None:
-    """Return all that comes out of a pipe or a device; None for a file, which has an end and can be read again.
-
-    Args:
-        path: '-' is stdin.
-
-    Raises:
-        DataError: nobody writes to it, it is a terminal, closed, or without an end in sight.
-        OSError: it cannot be opened.
-    """
+    """Return all that comes out of a pipe or a device; None for a file, which has an end and can be read again. `path`:
+    '-' is stdin. Raises DataError: nobody writes to it, it is a terminal, closed, or without an end in sight. Raises
+    OSError: it cannot be opened."""
     if str(path) == STDIN:
         if sys.stdin is None:
             raise DataError("cannot read stdin: it is closed: pipe something into it, or name a file")
@@ -109,7 +103,7 @@ def _all(descriptor: int, name: str) -> bytes:
         num_bytes += len(part)
         if num_bytes > _MAX_BYTES:
             what = "a device" if stat.S_ISCHR(os.fstat(descriptor).st_mode) else "a pipe"
-            raise DataError(f"{name} is {what}, and no end of it is in sight: give a file", name=name)
+            raise DataError(f"{name} is {what}, and no end of it is in sight: give a file")
     return b"".join(parts)
 
 
@@ -147,7 +141,7 @@ def read_length_array(path: str | Path, *, index_unit: IndexUnit = "document") -
         UnsupportedFeatureError: a parquet file, and pyarrow is not installed.
     """
     if index_unit not in ("document", "sequence"):
-        raise InvalidInputError(f"index_unit is {index_unit!r}: use 'document' or 'sequence'", index_unit=index_unit)
+        raise InvalidInputError(f"index_unit is {index_unit!r}: use 'document' or 'sequence'")
     name = name_of(path)
     try:
         file = LengthFile(path=Path(path), name=name, content=piped_bytes(path))

@@ -109,13 +109,7 @@ class Blocks(Mechanism):
         return exchanged + (1 + rows) * FETCHED_QUERIES * query_bytes + (1 + columns) * FETCHED_KEYS * kv_bytes
 
     def sent_by_lanes(
-        self,
-        bucket: Bucket,
-        tokens: Sequence[int],
-        node_lanes: int,
-        of: TokenBytes,
-        copies: int,
-        mask: Mask = CAUSAL,
+        self, bucket: Bucket, tokens: Sequence[int], node_lanes: int, of: TokenBytes, copies: int, mask: Mask = CAUSAL
     ) -> Sent:
         from dynamic_cp.placement.cuts import placement_under
         from dynamic_cp.placement.sent import Sent, TokenBytes, sent_by_lanes

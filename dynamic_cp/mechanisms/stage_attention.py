@@ -85,8 +85,7 @@ class StageAttention:
         node_lanes: largest group whose lanes surely share a node.
         latency_s, bandwidths: of one transfer in each layer; bytes per second (in a node, across nodes).
 
-    Limits: the zigzag split is taken as perfectly even; no contention between links; one NIC a rank.
-    """
+    Limits: the zigzag split is taken as perfectly even; no contention between links; one NIC a rank."""
 
     def __init__(self, stage: Stage, problem: Problem, node_lanes: int) -> None:
         hardware, tp_size = problem.rates, problem.topology.tp_size

@@ -102,12 +102,8 @@ def kv_heads_of(query_heads: int, kv_heads: int, inner_cp_size: int) -> KvHeads:
     which divide its query heads; UnsupportedFeatureError if query heads do not divide."""
     if query_heads % inner_cp_size or query_heads % kv_heads:
         raise UnsupportedFeatureError(
-            f"{query_heads} query heads and {kv_heads} KV heads of a TP rank cannot be exchanged among "
-            f"{inner_cp_size} lanes: the query heads must be a multiple of both; use p2p, fewer TP ranks or a smaller "
-            "inner_cp_size",
-            query_heads=query_heads,
-            kv_heads=kv_heads,
-            inner_cp_size=inner_cp_size,
+            f"{query_heads} query heads and {kv_heads} KV heads of a TP rank cannot be exchanged among {inner_cp_size} "
+            "lanes: the query heads must be a multiple of both; use p2p, fewer TP ranks or a smaller inner_cp_size"
         )
     copies = inner_cp_size // gcd(kv_heads, inner_cp_size)
     return KvHeads(copies, kv_heads * copies // inner_cp_size)

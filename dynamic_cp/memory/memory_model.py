@@ -67,11 +67,8 @@ _MANY_GROUPS = 0.25
 
 
 class StageMemory(NamedTuple):
-    """Peak bytes of the rank of one stage that needs most.
-
-    Attributes:
-        step_bytes: fp32 copies of bf16 gradients that the optimizer's step makes, beyond the room of activations.
-    """
+    """Peak bytes of the rank of one stage that needs most. `step_bytes`: fp32 copies of bf16 gradients that the
+    optimizer's step makes, beyond the room of activations."""
 
     weights_bytes: float
     gradients_bytes: float
@@ -111,8 +108,7 @@ class MemoryModel:
         num_communicators: that a rank makes.
 
     Limits: no biases; the working set of a layer is that of its MLP; memory of
-    the input pipeline and fragmentation only through SAFETY_FRACTION.
-    """
+    the input pipeline and fragmentation only through SAFETY_FRACTION."""
 
     def __init__(self, problem: Problem) -> None:
         model, topology, options = problem.model, problem.topology, problem.options
@@ -136,11 +132,8 @@ class MemoryModel:
 
     @property
     def available_bytes(self) -> float:
-        """Bytes that a rank may plan with.
-
-        Raises:
-            InvalidInputError: the hardware file does not say how much memory there is.
-        """
+        """Bytes that a rank may plan with. Raises InvalidInputError: the hardware file does not say how much memory
+        there is."""
         if not self._hardware.hbm_bytes:
             raise InvalidInputError(
                 f"hardware {self._hardware.name!r} gives no hbm_bytes, so no token limit can follow from memory: "
@@ -208,11 +201,8 @@ class MemoryModel:
         )
 
     def _states_bytes(self, stage: int, alive: Ints, most: Ints) -> Floats:
-        """Return [lane] the bytes of states of runs whose buckets pass them on.
-
-        Args:
-            alive, most: [lane] such runs alive (once a chunk), and in one micro-batch.
-        """
+        """Return [lane] the bytes of states of runs whose buckets pass them on. `alive`, `most`: [lane] such runs alive
+        (once a chunk), and in one micro-batch."""
         layers, kinds = self._stages[stage], self._stage_bytes[stage]
         kept = layers.sum(lambda layer: kinds[layer].states_per_layer) / self._largest_chunks(stage)
         working = max(one.states_working for one in kinds.values())
@@ -266,9 +256,7 @@ class MemoryModel:
         A multiple of 2 * rank_token_multiple. All micro-batches in flight are taken as full, and buckets as large as
         the smallest CP size that holds `max_seqlen` under the limit (None: the largest allowed CP size).
 
-        Raises:
-            MemoryLimitError: not even the smallest limit fits, or none that holds `max_seqlen`.
-        """
+        Raises MemoryLimitError: not even the smallest limit fits, or none that holds `max_seqlen`."""
         options, topology = self.options, self.topology
         multiple = 2 * topology.rank_token_multiple
         largest = options.largest_cp_size(topology)
@@ -287,11 +275,8 @@ class MemoryModel:
                 return limit
         raise MemoryLimitError(
             f"a sample of {max_seqlen} tokens needs {-(-(max_seqlen or 0) // largest)} tokens per rank at CP size "
-            f"{largest}, memory holds {limit}: "
-            f"{'' if options.recomputes_all else 'use full recomputation, '}more lanes, a larger "
-            "tp_size (--tensor-model-parallel-size) or lower seqlen (--seq-length)",
-            max_seqlen=max_seqlen,
-            max_tokens_per_rank=limit,
+            f"{largest}, memory holds {limit}: {'' if options.recomputes_all else 'use full recomputation, '}more "
+            "lanes, a larger tp_size (--tensor-model-parallel-size) or lower seqlen (--seq-length)"
         )
 
     def _fitting_tokens(self, multiple: int, cp_size: int) -> int:
@@ -315,11 +300,8 @@ class MemoryModel:
         return max(stage.total_bytes for stage in self.peak_at(tokens, cp_size)) <= self.available_bytes
 
     def check_plan_fits(self, plan: Plan) -> None:
-        """Refuse `plan` if a stage needs more than `available_bytes`.
-
-        Raises:
-            MemoryLimitError: with the stage, both numbers of bytes and the remedy.
-        """
+        """Refuse `plan` if a stage needs more than `available_bytes`. Raises MemoryLimitError: with the stage, both
+        numbers of bytes and the remedy."""
         self._check("the plan", plan.max_tokens_per_rank, self.peak(plan))
 
     def check_limit_fits(self, tokens_per_rank: int, cp_size: int = 1) -> None:
@@ -327,9 +309,7 @@ class MemoryModel:
 
         Where all plans are of a kind, it has to hold those that need least: of others the ones that fit are taken.
 
-        Raises:
-            MemoryLimitError: with the stage, both numbers of bytes and the remedy.
-        """
+        Raises MemoryLimitError: with the stage, both numbers of bytes and the remedy."""
         kind = kind_of_all(self.options)
         if kind is not None:
             what, peak = kind.least_at(self, tokens_per_rank)

@@ -84,7 +84,7 @@ def architecture_of_file(where: str, data: Mapping[str, Any]) -> Architecture:
         flag, is_opposite = _ENTRIES[entry]
         value = tuple(value) if isinstance(value, list) else value
         if why := _why_not(flag, value):
-            raise InvalidInputError(f"{where}: architecture: {entry} is {value!r}, it must be {why}", name=entry)
+            raise InvalidInputError(f"{where}: architecture: {entry} is {value!r}, it must be {why}")
         said[flag] = not value if is_opposite else value
     return architecture_of(said)
 

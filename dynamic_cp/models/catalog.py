@@ -1,4 +1,5 @@
-"""Hardware and model files by name or path; every number of a hardware file has its source next to it."""
+"""Hardware and model files by name or path, and which layers a model trains with: one fact for the command, which
+prices it, and the trainer, which builds it. Every number of a hardware file has its source next to it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError, did_you_mean
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
 from dynamic_cp.models.architecture import Architecture, architecture_of_file
+from dynamic_cp.models.flags import MEANINGS
 from dynamic_cp.models.hardware_numbers import KIND_OF, checked_number, parse_number, with_settings
 from dynamic_cp.types import Experts, Hardware, LinearAttention, ModelShape
 
@@ -95,7 +97,7 @@ def _number_and_source(where: str, name: str, entry: object) -> tuple[float, str
         raise InvalidInputError(f'{where}: {name} must be {{"value": number, "source": "where it is from"}}')
     value, source = entry["value"], entry["source"]
     if not isinstance(source, str) or not source.strip():
-        raise InvalidInputError(f"{where}: {name} has no source: say where {value} is from", name=name)
+        raise InvalidInputError(f"{where}: {name} has no source: say where {value} is from")
     if isinstance(value, str):
         return parse_number(where, name, value, needs_unit=True), source
     return checked_number(where, name, value), source
@@ -121,14 +123,8 @@ def load_model(name_or_path: str | Path) -> ModelShape:
 
 
 def model_from_dict(where: str, data: Mapping[str, Any]) -> ModelShape:
-    """Return the model of the object that such a file holds.
-
-    Args:
-        where: what to call it in errors.
-
-    Raises:
-        DynamicCPError: as `load_model`.
-    """
+    """Return the model of the object that such a file holds. `where`: what to call it in errors. Raises DynamicCPError:
+    as `load_model`."""
     from dynamic_cp.models import diffusers, hugging_face
 
     if diffusers.is_config(data):
@@ -153,11 +149,8 @@ def model_from_dict(where: str, data: Mapping[str, Any]) -> ModelShape:
 
 
 def load_architecture(name_or_path: str | Path) -> Architecture | None:
-    """Return what the model of `load_model` is beyond what is priced; None where its file does not say.
-
-    Raises:
-        InvalidInputError: as `load_model`, or an `architecture` with an entry that is missing or of the wrong type.
-    """
+    """Return what the model of `load_model` is beyond what is priced; None where its file does not say. Raises
+    InvalidInputError: as `load_model`, or an `architecture` with an entry that is missing or of the wrong type."""
     from dynamic_cp.models import diffusers, hugging_face
 
     where, data = _read("models", name_or_path)
@@ -186,8 +179,7 @@ def _read(kind: str, name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
     else:
         raise InvalidInputError(
             f"{name!r} is none of the bundled {kind}{did_you_mean(name, names)}: use {', '.join(names)}, "
-            "or the path of a .json file",
-            name=name,
+            "or the path of a .json file"
         )
     try:
         content = _of_pipe(file) if file.is_fifo() else file.read_bytes()
@@ -238,5 +230,55 @@ def _kind_of_pattern(value: object) -> type:
 def _typed(where: str, data: Mapping[str, Any], name: str, kind: type) -> Any:
     value = data[name]
     if not is_kind(value, kind):
-        raise InvalidInputError(f"{where}: {name} is {value_in_words(value)}, {in_words(kind)} is needed", name=name)
+        raise InvalidInputError(f"{where}: {name} is {value_in_words(value)}, {in_words(kind)} is needed")
     return value
+
+
+HEAD_DIM_MULTIPLE = 8
+LARGEST_HEAD_DIM = 256
+"""Limits of the flash and cuDNN kernels that TransformerEngine calls."""
+
+CHECKED_LOCALLY = "checked with local layers only"
+
+
+_ONLY_LOCAL = {
+    "multi_latent_attention": "latent attention (--multi-latent-attention) is",
+    "window_size": "layers with a window (--window-size) are",
+    "softmax_type": "a score beside those of keys (--softmax-type {}) is",
+    "quick_geglu": "gated MLPs of --quick-geglu are",
+    "geglu": "gated MLPs of --geglu are",
+    "window_rotary_base": "a base of RoPE for layers with a window (--window-rotary-base) is",
+    "sandwich_norm": "--sandwich-norm is",
+    "residual_multiplier": "--residual-multiplier {} is",
+    "embedding_multiplier": "--embedding-multiplier {} is",
+    "logits_scaling": "--logits-scaling {} is",
+    "softmax_scale": "--softmax-scale {} is",
+}
+"""Flag of a model -> what only local layers were checked with."""
+
+
+def why_local(flags: Mapping[str, Any]) -> str | None:
+    """Return the first reason against TransformerEngine's layers; None: there is none. `flags` are the model's, with
+    `kv_channels`; missing ones are as usual."""
+    for name, what in _ONLY_LOCAL.items():
+        if flags.get(name) not in (None, False, 0, MEANINGS[name].usual):
+            return f"{what.format(flags[name])} {CHECKED_LOCALLY}"
+    if flags.get("num_experts") and not flags["disable_bias_linear"]:
+        return f"experts with biases (without --disable-bias-linear) are {CHECKED_LOCALLY}"
+    width = flags["kv_channels"]
+    if width % HEAD_DIM_MULTIPLE or width > LARGEST_HEAD_DIM:
+        return (
+            f"TransformerEngine's attention needs --kv-channels that are a multiple of {HEAD_DIM_MULTIPLE} up to "
+            f"{LARGEST_HEAD_DIM}, they are {width}"
+        )
+    return None
+
+
+def hardware_of_layers(name: str, *, is_local: bool) -> str:
+    """Return the bundled hardware of these layers for the name of one; another name, or a path, stays what it is."""
+    return local if is_local and (local := f"{name}-local") in hardware_names() else name
+
+
+def is_of_local_layers(name: str) -> bool:
+    """Return whether the bundled hardware `name` is that of local layers; CPUs have no others."""
+    return name == "cpu" or name.endswith("-local")

@@ -11,16 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from dynamic_cp.models.table import (
-    FRACTION,
-    LENGTH,
-    NOT_NEGATIVE,
-    POSITIVE,
-    REQUIRED,
-    expert_flag,
-    flag,
-    layer_pattern,
-)
+from dynamic_cp.models.table import FRACTION, LENGTH, NOT_NEGATIVE, POSITIVE, REQUIRED, expert_flag, flag, layer_pattern
 from dynamic_cp.types.data_parallel import ADAPTED
 
 TransformerImpl = Literal["local", "transformer_engine"]

@@ -62,14 +62,7 @@ _SHOWN = {
 }
 """Unit -> the words that a value is shown with, ascending."""
 
-_FLOPS = Kind(
-    "FLOP/s",
-    _with_prefixes(("FLOP/s", "FLOPs/s", "FLOPS"), _DECIMAL),
-    1e8,
-    1e18,
-    (1e12, 1e16),
-    "989TFLOP/s",
-)
+_FLOPS = Kind("FLOP/s", _with_prefixes(("FLOP/s", "FLOPs/s", "FLOPS"), _DECIMAL), 1e8, 1e18, (1e12, 1e16), "989TFLOP/s")
 _BANDWIDTH = Kind(
     "bytes/s",
     _with_prefixes((*(f"{word}/s" for word in _BYTE_WORDS), "Bps"), _DECIMAL | _BINARY)
@@ -129,7 +122,7 @@ def parse_number(where: str, name: str, text: str, *, needs_unit: bool = False) 
         if factor is not None:
             return checked_number(where, name, number * factor)
     unit = f" with a unit of {kind.unit}, such as {kind.example}" if kind.example else ""
-    raise InvalidInputError(f"{where}: {name} is {text!r}, it must be a number{unit}", name=name)
+    raise InvalidInputError(f"{where}: {name} is {text!r}, it must be a number{unit}")
 
 
 def _factor(where: str, name: str, unit: str) -> float | None:
@@ -140,9 +133,7 @@ def _factor(where: str, name: str, unit: str) -> float | None:
     near = {word: value for word, value in kind.units.items() if word.lower() == unit.lower()}
     if len(set(near.values())) > 1:
         bits, bytes_ = sorted(near, key=lambda word: near[word])[:: len(near) - 1]
-        raise InvalidInputError(
-            f"{where}: {name} is in {unit!r}: write {bits} for bits or {bytes_} for bytes", name=name
-        )
+        raise InvalidInputError(f"{where}: {name} is in {unit!r}: write {bits} for bits or {bytes_} for bytes")
     return next(iter(near.values()), None)
 
 
@@ -150,18 +141,14 @@ def checked_number(where: str, name: str, value: object) -> float:
     """Return `value` if it can be the number `name` of a device; raise InvalidInputError if it is no number, negative,
     or off by a unit."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
-        raise InvalidInputError(f"{where}: {name} is {value!r}, it must be a number >= 0", name=name)
+        raise InvalidInputError(f"{where}: {name} is {value!r}, it must be a number >= 0")
     kind = KIND_OF[name]
     if value == 0 or kind.least <= value <= kind.most:
         return float(value)
     unit = f" {kind.unit}" if kind.unit else ""
     raise InvalidInputError(
         f"{where}: {name} is {value:g}{unit}, plausible are {kind.describe(kind.least)} to {kind.describe(kind.most)}: "
-        + _remedy(kind, value),
-        name=name,
-        value=value,
-        least=kind.least,
-        most=kind.most,
+        + _remedy(kind, value)
     )
 
 

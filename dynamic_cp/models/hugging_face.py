@@ -22,8 +22,7 @@ from dynamic_cp.models.families import (
     Family,
     names,
 )
-from dynamic_cp.models.rotation import rotation
-from dynamic_cp.models.routing import experts_of, has_experts, routing
+from dynamic_cp.models.rotation import experts_of, has_experts, rotation, routing
 from dynamic_cp.types import ModelShape
 
 MODEL_TYPES = tuple(FAMILIES)
@@ -111,12 +110,10 @@ def _opened(where: str, data: Mapping[str, Any]) -> tuple[Entries, Family]:
 def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
     """Return the shape in `data`, the content of a config.json; `where` names the file in errors.
 
-    Raises:
-        UnsupportedFeatureError: a model_type whose layers are not known here, or what has no price.
-        InvalidInputError: a key that is missing or of the wrong type, or windows that contradict each other.
+    Raises UnsupportedFeatureError: a model_type whose layers are not known here, or what has no price. Raises
+    InvalidInputError: a key that is missing or of the wrong type, or windows that contradict each other.
 
-    Limits: biases, query/key norms and the layer before a masked LM's head are not counted.
-    """
+    Limits: biases, query/key norms and the layer before a masked LM's head are not counted."""
     config, family = _opened(where, data)
     called = config["model_type"] if family.kind else data.get("model_type")
     with named(where):

@@ -12,7 +12,7 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.entries import SIZES, Entries, in_one_number
 from dynamic_cp.models.families import FACTORS, FAMILIES, MODULES, MODULES_AGAIN, PATTERN, Family, names
-from dynamic_cp.models.routing import experts_of
+from dynamic_cp.models.rotation import experts_of
 from dynamic_cp.types import LinearAttention
 
 _SYMBOLS = {

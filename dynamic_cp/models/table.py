@@ -142,12 +142,12 @@ def add_group(parser: Any, title: str, table: Mapping[type, str]) -> None:
 def check_ranges(arguments: Any, *table: type) -> None:
     """Raise InvalidInputError if a number of the parsed arguments is out of its range or not finite."""
     for row in (row for settings in table for row in flags_of(settings)):
-        name, value = row.destination, getattr(arguments, row.destination)
+        value = getattr(arguments, row.destination)
         if isinstance(value, float) and not math.isfinite(value):
             within = "" if row.within is None else f", {row.within.text}"
-            raise InvalidInputError(f"{row.names[0]} is {value}, it must be finite{within}", name=name, value=value)
+            raise InvalidInputError(f"{row.names[0]} is {value}, it must be finite{within}")
         if row.within is not None and value is not None and not row.within.has(value):
-            raise InvalidInputError(f"{row.names[0]} is {value}, it must be {row.within.text}", name=name, value=value)
+            raise InvalidInputError(f"{row.names[0]} is {value}, it must be {row.within.text}")
 
 
 def said(arguments: Mapping[str, Any], settings: type) -> dict[str, Any]:

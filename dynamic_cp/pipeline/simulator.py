@@ -66,12 +66,9 @@ def makespan_ns(plan: Plan, cost_model: CostModel) -> int:
 
 
 def grid_of(plan: Plan, cost_model: CostModel) -> Grid:
-    """Return the durations of `plan`: one model chunk takes 1 / vp_size of its stage, edges and hops are whole.
-
-    Raises:
-        IllegalPlanError: the buckets of a micro-batch do not tile the lanes; the kernel relies on it.
-        UnsupportedFeatureError: a plan of a kind that runs on another schedule.
-    """
+    """Return the durations of `plan`: one model chunk takes 1 / vp_size of its stage, edges and hops are whole. Raises
+    IllegalPlanError: the buckets of a micro-batch do not tile the lanes; the kernel relies on it. Raises
+    UnsupportedFeatureError: a plan of a kind that runs on another schedule."""
     kind = kind_of(plan)
     if kind is not None:
         raise UnsupportedFeatureError(kind.why_no_timeline(plan))
@@ -91,7 +88,6 @@ def grid_of(plan: Plan, cost_model: CostModel) -> Grid:
                 f"micro-batch {index} covers lanes 0 .. {lane - 1} in order, there are {num_lanes} lanes: "
                 "list buckets in lane order, each lane exactly once",
                 micro_batch=index,
-                num_lanes=num_lanes,
             )
         for num_lanes_alike, cost in lane_costs(micro_batch, cost_model):
             repeats.append(num_lanes_alike)

@@ -21,10 +21,7 @@ class GlobalBatch(Sequence[Sample]):
     """
 
     def __init__(
-        self,
-        sample_ids: NDArray[np.int64],
-        seqlens: NDArray[np.int64],
-        masks: Sequence[Mask | None] | None = None,
+        self, sample_ids: NDArray[np.int64], seqlens: NDArray[np.int64], masks: Sequence[Mask | None] | None = None
     ) -> None:
         self.sample_ids = sample_ids
         self.seqlens = seqlens

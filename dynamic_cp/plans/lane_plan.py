@@ -159,11 +159,7 @@ def encode_lanes(plan: Plan, facts: PlanFacts) -> list[bytes]:
 
 
 def decode_lane(message: bytes) -> LanePlan:
-    """Return what `encode_lanes` wrote.
-
-    Raises:
-        DisagreementError: the message was changed on its way, or is none.
-    """
+    """Return what `encode_lanes` wrote. Raises DisagreementError: the message was changed on its way, or is none."""
     checksum, _, body = message.partition(b"\n")
     found = hashlib.sha256(body).hexdigest()
     if checksum.decode("latin-1") != found:

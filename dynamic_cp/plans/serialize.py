@@ -63,8 +63,7 @@ def plan_from_dict(data: object) -> Plan:
     if version is not None and version != SCHEMA_VERSION:
         raise InvalidInputError(
             f"the plan has schema_version {version!r}, this program reads {SCHEMA_VERSION}: use the version of "
-            "dynamic_cp that wrote it",
-            schema_version=version,
+            "dynamic_cp that wrote it"
         )
     names: tuple[str, ...] = ("schema_version", "policy", "max_tokens_per_rank", "topology", "micro_batches")
     kind = kind_in_json(data) if isinstance(data, Mapping) else None
@@ -315,7 +314,7 @@ def parse_sample(text: str) -> list[int | str]:
 def checked(value: object, kind: type, where: str) -> Any:
     """Return `value` if it is a `kind` (True is no int); InvalidInputError otherwise."""
     if not is_kind(value, kind):
-        raise InvalidInputError(f"{where} is {value_in_words(value)}, {in_words(kind)} is needed", where=where)
+        raise InvalidInputError(f"{where} is {value_in_words(value)}, {in_words(kind)} is needed")
     return value
 
 

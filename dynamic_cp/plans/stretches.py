@@ -116,10 +116,7 @@ class Stretches(NamedTuple):
     @classmethod
     def of_placement(cls, bucket: Bucket, rank_token_multiple: int = 1) -> Stretches:
         """Return those of a placed bucket; lanes of an inner group hold equal parts of its tokens, one after the other.
-
-        Args:
-            rank_token_multiple: what the tokens of a lane are padded to (`Topology.rank_token_multiple`).
-        """
+        `rank_token_multiple`: what the tokens of a lane are padded to (`Topology.rank_token_multiple`)."""
         assert bucket.placement is not None
         homes, inner = bucket.placement.homes.astype(np.int64), bucket.inner_cp_size
         on_lane = np.array(placed_tokens(bucket, rank_token_multiple))

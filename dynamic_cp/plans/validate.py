@@ -44,9 +44,7 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
     if kind is None and plan.num_microbatches % multiple:
         raise IllegalPlanError(
             f"the plan has {plan.num_microbatches} micro-batches, interleaving needs a multiple of {multiple}: "
-            "add empty micro-batches",
-            num_microbatches=plan.num_microbatches,
-            multiple=multiple,
+            "add empty micro-batches"
         )
     place_of_sample: dict[int, tuple[int, int]] = {}
     for index, micro_batch in enumerate(plan.micro_batches):
@@ -57,13 +55,10 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
             for sample in bucket.samples:
                 if sample.sample_id in place_of_sample:
                     other, lane = place_of_sample[sample.sample_id]
-                    raise _illegal(
-                        (plan, index, position),
-                        f"sample {sample.sample_id} is twice in the plan, first in micro-batch {other} at lane {lane}: "
-                        "put every sample into one bucket",
-                        also=other,
-                        sample_id=sample.sample_id,
+                    reason = (
+                        f"sample {sample.sample_id} is twice in the plan, first in micro-batch {other} at lane {lane}"
                     )
+                    raise _illegal(plan, index, position, f"{reason}: put every sample into one bucket", also=other)
                 place_of_sample[sample.sample_id] = place
     if kind is not None:
         kind.check(plan)
@@ -76,45 +71,30 @@ def _check_tiling(plan: Plan, index: int, micro_batch: MicroBatch) -> None:
     for position, bucket in enumerate(micro_batch.buckets):
         if bucket.first_lane != lane:
             what = "left out" if bucket.first_lane > lane else "covered before"
-            raise _illegal(
-                (plan, index, position),
-                f"the bucket starts at lane {bucket.first_lane} but lane {lane} is next ({what}): "
-                "list buckets in lane order, each lane exactly once",
-                expected_lane=lane,
-            )
+            reason = f"the bucket starts at lane {bucket.first_lane} but lane {lane} is next ({what})"
+            remedy = "list buckets in lane order, each lane exactly once"
+            raise _illegal(plan, index, position, f"{reason}: {remedy}")
         if bucket.placement is None and bucket.first_lane % bucket.cp_size:
-            raise _illegal(
-                (plan, index, position),
-                f"first_lane {bucket.first_lane} is not a multiple of cp_size {bucket.cp_size}: "
-                "use aligned groups only, others are never created",
-            )
+            reason = f"first_lane {bucket.first_lane} is not a multiple of cp_size {bucket.cp_size}"
+            raise _illegal(plan, index, position, f"{reason}: use aligned groups only, others are never created")
         lane += bucket.cp_size
         if lane > plan.topology.num_lanes:
-            raise _illegal(
-                (plan, index, position),
-                f"the bucket needs lanes up to {lane - 1}, the last lane is {plan.topology.num_lanes - 1}: "
-                "use a smaller cp_size",
-            )
+            reason = f"the bucket needs lanes up to {lane - 1}, the last lane is {plan.topology.num_lanes - 1}"
+            raise _illegal(plan, index, position, f"{reason}: use a smaller cp_size")
     if lane < plan.topology.num_lanes:
-        raise _illegal(
-            (plan, index, len(micro_batch.buckets)),
-            f"the buckets cover {lane} of {plan.topology.num_lanes} lanes: "
-            "fill the other lanes with empty places of cp_size 1",
-            expected_lane=lane,
-        )
+        reason = f"the buckets cover {lane} of {plan.topology.num_lanes} lanes"
+        remedy = "fill the other lanes with empty places of cp_size 1"
+        raise _illegal(plan, index, len(micro_batch.buckets), f"{reason}: {remedy}")
 
 
 def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket, rank_multiple: int) -> None:
     if bucket.exchanges_states and bucket.cp_size == 1:
-        raise _illegal(
-            (plan, index, position), "states of linear attention are passed on among 1 lane: leave state_exchange out"
-        )
+        alone = "states of linear attention are passed on among 1 lane: leave state_exchange out"
+        raise _illegal(plan, index, position, alone)
     if not bucket.samples:
         if bucket.cp_size > 1:
-            raise _illegal(
-                (plan, index, position),
-                f"the bucket is empty but has cp_size {bucket.cp_size}: an empty place has cp_size 1",
-            )
+            empty = f"the bucket is empty but has cp_size {bucket.cp_size}: an empty place has cp_size 1"
+            raise _illegal(plan, index, position, empty)
         return
     # Most buckets have one lane, which exchanges nothing.
     reason = _why_block_cut(bucket, plan) or _why_illegal(bucket, plan) if bucket.cp_size > 1 else None
@@ -122,20 +102,10 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket, rank_mu
     is_countable = reason is None or bucket.placement is None
     tokens = max(lane_tokens(bucket, rank_multiple)) if is_countable else 0
     if tokens > plan.max_tokens_per_rank:
-        raise _illegal(
-            (plan, index, position),
-            f"{tokens} padded tokens per rank, the limit is {plan.max_tokens_per_rank}: "
-            "use a larger cp_size or fewer samples",
-            rank_tokens=tokens,
-            max_tokens_per_rank=plan.max_tokens_per_rank,
-        )
+        full = f"{tokens} padded tokens per rank, the limit is {plan.max_tokens_per_rank}"
+        raise _illegal(plan, index, position, f"{full}: use a larger cp_size or fewer samples")
     if reason is not None:
-        raise _illegal(
-            (plan, index, position),
-            reason,
-            inner_cp_size=bucket.inner_cp_size,
-            lanes_per_node=plan.topology.lanes_per_node,
-        )
+        raise _illegal(plan, index, position, reason)
 
 
 def _why_block_cut(bucket: Bucket, plan: Plan) -> str | None:
@@ -174,8 +144,7 @@ def _check_samples(plan: Plan, samples: Iterable[Sample], place_of_sample: dict[
     if not wanted.keys() <= place_of_sample.keys():
         missing = [sample_id for sample_id in wanted if sample_id not in place_of_sample]
         raise IllegalPlanError(
-            f"the plan lacks {len(missing)} of {len(wanted)} samples ({_shorten(missing)}): plan the whole batch",
-            missing=tuple(missing),
+            f"the plan lacks {len(missing)} of {len(wanted)} samples ({_shorten(missing)}): plan the whole batch"
         )
     for index, micro_batch in enumerate(plan.micro_batches):
         for position, bucket in enumerate(micro_batch.buckets):
@@ -191,16 +160,11 @@ def _check_samples(plan: Plan, samples: Iterable[Sample], place_of_sample: dict[
                     reason = f"sample {sample.sample_id} has the mask {sample.mask} here but {given.mask} was given"
                 else:
                     continue
-                raise _illegal(
-                    (plan, index, position), f"{reason}: plan these samples again", sample_id=sample.sample_id
-                )
+                raise _illegal(plan, index, position, f"{reason}: plan these samples again")
 
 
-def _illegal(
-    place: tuple[Plan, int, int], reason: str, *, also: int | None = None, **details: object
-) -> IllegalPlanError:
-    """Return the error for a bucket, with the rows around it drawn; `place`: plan, micro-batch, position in that."""
-    plan, index, position = place
+def _illegal(plan: Plan, index: int, position: int, reason: str, *, also: int | None = None) -> IllegalPlanError:
+    """Return the error for the bucket at `position` of micro-batch `index`, with the rows around it drawn."""
     buckets = plan.micro_batches[index].buckets
     if position < len(buckets):
         first_lane, where = buckets[position].first_lane, _lanes_text(buckets[position])
@@ -218,12 +182,8 @@ def _illegal(
         if row == index:
             width = len(cells[position]) if position < len(cells) else 4
             lines.append(" " * (len(prefix) + 1 + sum(len(cell) + 3 for cell in cells[:position])) + "^" * width)
-    return IllegalPlanError(
-        f"micro-batch {index}, {where}: {reason}\n" + "\n".join(lines),
-        micro_batch=index,
-        first_lane=first_lane,
-        **details,
-    )
+    message = f"micro-batch {index}, {where}: {reason}\n" + "\n".join(lines)
+    return IllegalPlanError(message, micro_batch=index, first_lane=first_lane)
 
 
 def _lanes_text(bucket: Bucket) -> str:

@@ -83,9 +83,7 @@ def check_pool(plan: Plan) -> None:
         6. What a server fetches stays below a limit.
         7. Relays are neighbours of one stage: relay_servers divides its lanes.
 
-    Raises:
-        IllegalPlanError: the first broken rule, with its numbers; `micro_batch` or `tick` name it.
-    """
+    Raises IllegalPlanError: the first broken rule, with its numbers; `micro_batch` or `tick` name it."""
     topology, pool = plan.topology, pool_of(plan)
     for number, micro_batch in enumerate(plan.micro_batches):
         reason = None

@@ -122,10 +122,8 @@ def plan_tasks(
         memory: of the job, if known; plans that need more are left out.
         num_microbatches: numbers to try; (): a sweep.
 
-    Raises:
-        UnsupportedFeatureError: masks or layers that have no tasks.
-        InfeasibleSampleError: no plan keeps the limits of tokens and memory.
-    """
+    Raises UnsupportedFeatureError: masks or layers that have no tasks. Raises InfeasibleSampleError: no plan keeps the
+    limits of tokens and memory."""
     topology = cost_model.topology
     refuse_masks(samples)
     prices = TickPrices(cost_model, options or TaskOptions())
@@ -220,12 +218,10 @@ def infeasible(samples: Sequence[Sample], cost_model: CostModel, why: Unfit) -> 
     if longest > most:
         return InfeasibleSampleError(
             f"the longest sample has {longest} tokens, a micro-batch of {cost_model.topology.num_lanes} lanes holds "
-            f"{most}: raise max_tokens_per_rank (--max-seqlen-per-dp-cp-rank) or use more lanes",
-            max_seqlen=longest,
+            f"{most}: raise max_tokens_per_rank (--max-seqlen-per-dp-cp-rank) or use more lanes"
         )
     return InfeasibleSampleError(
-        f"no task plan holds {total} tokens in micro-batches of at most {most}: {why.reason}; {why.remedy}",
-        max_seqlen=longest,
+        f"no task plan holds {total} tokens in micro-batches of at most {most}: {why.reason}; {why.remedy}"
     )
 
 

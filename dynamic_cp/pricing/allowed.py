@@ -32,16 +32,12 @@ def allowed_cp_sizes(topology: Topology, options: PlanOptions) -> tuple[int, ...
     if options.max_cp_size not in (None, largest):
         raise InvalidInputError(
             f"max_cp_size is {options.max_cp_size}, the largest group of {topology.num_lanes} lanes has {largest}: "
-            f"give at most {topology.max_cp_size} (--max-dynamic-cp-size)",
-            max_cp_size=options.max_cp_size,
-            num_lanes=topology.num_lanes,
+            f"give at most {topology.max_cp_size} (--max-dynamic-cp-size)"
         )
     if options.min_cp_size > largest:
         raise InvalidInputError(
             f"min_cp_size is {options.min_cp_size}, the largest allowed CP size is {largest}: "
-            "lower min_cp_size (--min-dynamic-cp-size) or raise max_cp_size (--max-dynamic-cp-size)",
-            min_cp_size=options.min_cp_size,
-            max_cp_size=largest,
+            "lower min_cp_size (--min-dynamic-cp-size) or raise max_cp_size (--max-dynamic-cp-size)"
         )
     return tuple(1 << k for k in range(options.min_cp_size.bit_length() - 1, largest.bit_length()))
 
@@ -84,8 +80,7 @@ def _check_states_follow(options: PlanOptions, model: ModelShape) -> None:
         raise UnsupportedFeatureError(
             f"cp_comm_types {' '.join(placed)} places attention anywhere, and state_exchange heads needs equal chunks "
             "of a sample on all lanes: let states be passed on (--state-exchange auto), or allow other exchanges "
-            "(--cp-comm-type auto)",
-            cp_comm_types=tuple(placed),
+            "(--cp-comm-type auto)"
         )
 
 
@@ -153,8 +148,7 @@ def resolve(problem: Problem, samples: Sequence[Sample]) -> Resolved:
     if topology.expert_lanes > 1 and all(map(is_placed, options.cp_comm_types)):
         raise UnsupportedFeatureError(
             f"cp_comm_types {' '.join(options.cp_comm_types)} may cut blocks of {topology.expert_lanes} lanes that "
-            f"share experts (ep_size {topology.ep_size}): allow other exchanges (--cp-comm-type auto)",
-            cp_comm_types=options.cp_comm_types,
+            f"share experts (ep_size {topology.ep_size}): allow other exchanges (--cp-comm-type auto)"
         )
     options = replace(options, search="thorough" if is_exact else options.search)
     packed = replace(options, cp_comm_types=packed_exchanges(options.cp_comm_types, model))
@@ -260,6 +254,5 @@ def _options_of(
     raise UnsupportedFeatureError(
         f"{what}, which {' '.join(options.cp_comm_types)} cannot serve on several lanes, and {several}: allow "
         f"{' or '.join(serving())} (--cp-comm-type), or {remedy}",
-        cp_comm_types=options.cp_comm_types,
         **details,
     )

@@ -80,8 +80,7 @@ class CostModel:
     Raises:
         UnsupportedFeatureError: no allowed CP size can use any of the exchanges, or latents of a model that has none.
 
-    Limits: the optimizer step is not priced; all stages are priced as the one with most weights; no link contention.
-    """
+    Limits: the optimizer step is not priced; all stages are priced as the one with most weights; no link contention."""
 
     def __init__(self, problem: Problem) -> None:
         self.model, self.topology, self.options = problem.model, problem.topology, problem.options
@@ -117,11 +116,8 @@ class CostModel:
 
     def states_over_heads(self, buckets: Sequence[Bucket]) -> Floats:
         """Return by how much terms differ from those of exchanged heads, [bucket, forward or backward, NUM_TERMS]; 0
-        for buckets that pass on no states.
-
-        Raises:
-            UnsupportedFeatureError: a bucket passes on states of a model without linear attention.
-        """
+        for buckets that pass on no states. Raises UnsupportedFeatureError: a bucket passes on states of a model without
+        linear attention."""
         from dynamic_cp.plans.stretches import samples_passed_on  # few jobs pass on states
 
         numbers = np.array([*map(samples_passed_on, buckets)])
@@ -129,8 +125,7 @@ class CostModel:
             bucket = buckets[int(numbers.argmax())]
             raise UnsupportedFeatureError(
                 f"the bucket at lane {bucket.first_lane} passes on states, and the model has no linear attention: "
-                "leave state_exchange out",
-                first_lane=bucket.first_lane,
+                "leave state_exchange out"
             )
         places = np.array([self.place(one.cp_size, one.first_lane) for one in buckets], np.int64).reshape(-1, 2)
         return self.shifts_of_states(places[:, 0], places[:, 1], numbers)
@@ -169,9 +164,7 @@ class CostModel:
             cp_comm_type: exchange; None = the fastest of the options.
             inner_cp_size: of the exchange; None = what it implies, a2a+p2p: the largest possible.
 
-        Raises:
-            UnsupportedFeatureError: an exchange or inner size that this CP size cannot use.
-        """
+        Raises UnsupportedFeatureError: an exchange or inner size that this CP size cannot use."""
         terms, row = self._price(
             cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size, is_level=True
         )
@@ -315,9 +308,7 @@ class CostModel:
         inner = "" if inner_cp_size is None else f" with inner_cp_size {inner_cp_size}"
         raise UnsupportedFeatureError(
             f"cp_comm_types {' '.join(exchanges)}{inner} cannot serve a group of {cp_size} lanes: "
-            f"{self.sharing.describe()}; {self.sharing.remedy}",
-            cp_comm_types=exchanges,
-            cp_size=cp_size,
+            f"{self.sharing.describe()}; {self.sharing.remedy}"
         )
 
 

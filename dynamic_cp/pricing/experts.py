@@ -71,11 +71,8 @@ def cast_s(channels: float, problem: Problem) -> float:
 
 
 def expert_prices(stage: Stage, problem: Problem, recomputed_share: float = 1.0) -> tuple[ExpertPrice, ExpertPrice]:
-    """Return the price of the experts of a stage (forward, backward); all 0 of a dense one.
-
-    Args:
-        recomputed_share: of its layers, in which backward repeats what the options say.
-    """
+    """Return the price of the experts of a stage (forward, backward); all 0 of a dense one. `recomputed_share`: of its
+    layers, in which backward repeats what the options say."""
     hardware, topology, experts = problem.rates, problem.topology, problem.model.experts
     num_layers = stage.sum(lambda layer: layer.num_experts > 0)
     if experts is None or not num_layers:

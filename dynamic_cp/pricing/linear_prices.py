@@ -222,8 +222,7 @@ class StageLinearAttention:
 
     def _memory_s(self, way: str, num_lanes: int = 1) -> list[float]:
         """Return what bytes through memory take for a token, (forward, backward); lanes that exchange heads have copies
-        of groups, too.
-        """
+        of groups, too."""
         sizes = self.sizes
         keys, values = 2 * sizes.copied_groups(num_lanes) * sizes.key_size, sizes.value_channels
         channels = keys + values, keys, values, 2 * sizes.num_heads * sizes.key_size
@@ -232,8 +231,7 @@ class StageLinearAttention:
 
     def _carried_s(self, chain: int) -> Floats:
         """Return what carrying states takes for a run in a chain of so many, (forward, backward): products of states,
-        and passes of b, of A and of both through memory, counted as _PASSES are.
-        """
+        and passes of b, of A and of both through memory, counted as _PASSES are."""
         sizes, doublings = self.sizes, max((chain - 1).bit_length() - 1, 0)  # besides the first
         own, both = sizes.state_bytes, sizes.summary_bytes
         transition = both - own

@@ -46,14 +46,11 @@ _RUN = "import sys; sys.path = [*filter(None, sys.path)]; from dynamic_cp.search
 
 
 def static_fallback(problem: Problem, max_seqlen: int) -> Problem:
-    """Return the problem of the fallback: the static policy at static_cp_size where that holds a sample of
-    `max_seqlen` tokens, else at the smallest CP size that does; in any case one that the job built groups for, with
-    exchanges that need no others (`exchanges_of_policy`). Where only all lanes hold such a sample, and they are no
-    power of two, no static plan does: then it is a placed one, of a fast search.
-
-    Raises:
-        InfeasibleSampleError: no allowed size does; a run that has called this at its start always has a fallback.
-    """
+    """Return the problem of the fallback: the static policy at static_cp_size where that holds a sample of `max_seqlen`
+    tokens, else at the smallest CP size that does; in any case one that the job built groups for, with exchanges that
+    need no others (`exchanges_of_policy`). Where only all lanes hold such a sample, and they are no power of two, no
+    static plan does: then it is a placed one, of a fast search. Raises InfeasibleSampleError: no allowed size does; a
+    run that has called this at its start always has a fallback."""
     topology, options = problem.topology, problem.options
     check_feasible(max_seqlen, topology, options)
     if max_seqlen > widest_bucket(topology, options, places=False)[0]:
@@ -131,11 +128,8 @@ class Answer:
 
 
 def answer(problem: Problem, request: Request, fallback: str | None = None) -> Answer:
-    """Return the answer of `problem` to `request`; does not raise.
-
-    Args:
-        fallback: why this is not the plan that was asked for, to be told with the plan.
-    """
+    """Return the answer of `problem` to `request`; does not raise. `fallback`: why this is not the plan that was asked
+    for, to be told with the plan."""
     started = time.perf_counter()
     if request.hardware is not None:
         problem = replace(problem, hardware=request.hardware)
@@ -182,19 +176,12 @@ class PlannerProcess:
         self._connection.send(problem)
 
     def submit(self, request: Request) -> None:
-        """Hand over a request.
-
-        Raises:
-            OSError: the process is gone.
-        """
+        """Hand over a request. Raises OSError: the process is gone."""
         self._open().send(request)
 
     def receive(self, timeout_s: float) -> Answer | None:
-        """Return the next answer, or None when there is none after `timeout_s`.
-
-        Raises:
-            EOFError, OSError: the process is gone.
-        """
+        """Return the next answer, or None when there is none after `timeout_s`. Raises EOFError, OSError: the process
+        is gone."""
         connection, process = self._open(), self._process
         if connection.poll(timeout_s):
             return cast(Answer, connection.recv())
@@ -259,8 +246,7 @@ def die_with_parent(parent: int) -> None:
     Args:
         parent: process id of who started this process; if it is dead already, this process ends now.
 
-    Limits: the kernel goes by the thread that started the process: it must live as long as the process is wanted.
-    """
+    Limits: the kernel goes by the thread that started the process: it must live as long as the process is wanted."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

@@ -67,9 +67,7 @@ def plan_global_batch(
         policy: one of `POLICIES`.
         data_parallel: how lanes share gradients and the state of the optimizer.
 
-    Raises:
-        DynamicCPError: as `plan_problem`.
-    """
+    Raises DynamicCPError: as `plan_problem`."""
     samples = tuple(samples)
     options = with_exchanges(options, model, samples)
     problem = Problem(
@@ -106,11 +104,8 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
 
 
 def check_feasible(max_seqlen: int, topology: Topology, options: PlanOptions) -> None:
-    """Refuse a `max_seqlen` (tokens) that no allowed CP size can hold within options.max_tokens_per_rank.
-
-    Raises:
-        InfeasibleSampleError: with both numbers and the flags that help.
-    """
+    """Refuse a `max_seqlen` (tokens) that no allowed CP size can hold within options.max_tokens_per_rank. Raises
+    InfeasibleSampleError: with both numbers and the flags that help."""
     longest = Sample(sample_id=-1, seqlen=max_seqlen)
     _check_capacity(longest, topology, options, places=may_place(topology, options))
 
@@ -132,11 +127,8 @@ class _Packed(NamedTuple):
 
 
 def plan_batch(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
-    """Return the plan that a run of `problem` has: of `plan_problem`, or of a kind that its options ask for.
-
-    Raises:
-        DynamicCPError: as `plan_problem`, and as planning of that kind.
-    """
+    """Return the plan that a run of `problem` has: of `plan_problem`, or of a kind that its options ask for. Raises
+    DynamicCPError: as `plan_problem`, and as planning of that kind."""
     kind = kind_planned(problem.options) if problem.policy == "dynamic" else None
     return plan_problem(problem, samples) if kind is None else kind.plan(problem, samples)
 
@@ -160,10 +152,8 @@ def _prices(problem: Problem, batch: Batch, resolved: Resolved) -> CostModel:
     if resolved.is_guess and not resolved.places:
         raise UnsupportedFeatureError(
             f"cp_comm_types {' '.join(options.cp_comm_types)} spans all {topology.num_lanes} lanes in plans of policy "
-            f"dynamic; the policy is {problem.policy}, max_cp_size {options.largest_cp_size(topology)}: "
-            "allow other exchanges (--cp-comm-type auto), or the dynamic policy and all sizes (no "
-            "--max-dynamic-cp-size)",
-            cp_comm_types=options.cp_comm_types,
+            f"dynamic; the policy is {problem.policy}, max_cp_size {options.largest_cp_size(topology)}: allow other "
+            "exchanges (--cp-comm-type auto), or the dynamic policy and all sizes (no --max-dynamic-cp-size)"
         )
     prices = CostModel(replace(problem, options=resolved.priced))
     if not has_size and not resolved.places:
@@ -220,18 +210,14 @@ def _place(batch: Batch, resolved: Resolved, packed: _Packed, prices: CostModel)
 def _choose(
     problem: Problem, batch: Batch, resolved: Resolved, packed: _Packed, placed: PlacedRows | None, prices: CostModel
 ) -> PlannedBatch:
-    """Return the plan of the faster micro-batches; of those that are placed, where packings are a guess.
-
-    Raises:
-        InfeasibleSampleError: packings are a guess, and no placement keeps the limits.
-    """
+    """Return the plan of the faster micro-batches; of those that are placed, where packings are a guess. Raises
+    InfeasibleSampleError: packings are a guess, and no placement keeps the limits."""
     limit = resolved.options.max_tokens_per_rank
     if placed is None and resolved.is_guess:
         raise InfeasibleSampleError(
             f"no placement keeps {limit} tokens per rank, and {MOST_FETCHED[0]} and {MOST_FETCHED[1]} times as many "
             "fetched queries and keys: raise max_tokens_per_rank (--max-seqlen-per-dp-cp-rank) or allow other "
-            "exchanges (--cp-comm-type auto)",
-            max_tokens_per_rank=limit,
+            "exchanges (--cp-comm-type auto)"
         )
     found = [] if resolved.is_guess else [(packed.micro_batches, packed.reason, packed.grid)]
     if placed is not None:

@@ -5,7 +5,7 @@
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Read in this order: `counts` (checks that all share), `topology`, `attention`, `masks`,
 `branches`, `mask_rules`, `placement`, `linear_attention`, `plan`, then what a batch is planned for: `layers`,
-`stage_layers`, `experts`, `linear_layers`, `model`, `hardware`, `data_parallel`, `problem`.
+`experts`, `linear_layers`, `model`, `hardware`, `data_parallel`, `problem`.
 """
 
 from dynamic_cp.types.attention import (
@@ -29,39 +29,17 @@ from dynamic_cp.types.attention import (
     needs_latents,
 )
 from dynamic_cp.types.branches import Branches, SharedQuestion, Tree
-from dynamic_cp.types.counts import (
-    MAX_COUNT,
-    counted,
-    is_power_of_two,
-    largest_power_of_two,
-)
+from dynamic_cp.types.counts import MAX_COUNT, counted, is_power_of_two, largest_power_of_two
 from dynamic_cp.types.data_parallel import DTYPES_OF, FP32_STATE, SHARDED, Adapters, DataParallel, StateDtypes
 from dynamic_cp.types.experts import EXPERT_IMBALANCE, Experts, layers_with_experts
 from dynamic_cp.types.hardware import Hardware
-from dynamic_cp.types.layers import Layer, Stage
+from dynamic_cp.types.layers import Layer, PipelineLayers, Stage
 from dynamic_cp.types.linear_attention import STATE_EXCHANGES, LinearAttention, StateExchange
 from dynamic_cp.types.mask_rules import MaskRule, masks_by_rule, parse_mask, parse_mask_rule
-from dynamic_cp.types.masks import (
-    CAUSAL,
-    FULL,
-    Causal,
-    CausalBlockwise,
-    Full,
-    KeyRanges,
-    Lambda,
-    Mask,
-    Rectangle,
-)
+from dynamic_cp.types.masks import CAUSAL, FULL, Causal, CausalBlockwise, Full, KeyRanges, Lambda, Mask, Rectangle
 from dynamic_cp.types.model import ModelShape
 from dynamic_cp.types.placement import Placement, parse_placement
-from dynamic_cp.types.plan import (
-    Bucket,
-    MicroBatch,
-    Plan,
-    PlanExtension,
-    PlannedBatch,
-    Sample,
-)
+from dynamic_cp.types.plan import Bucket, MicroBatch, Plan, PlanExtension, PlannedBatch, Sample
 from dynamic_cp.types.problem import (
     AUTO_CHUNK_TOKENS,
     EVERY_LAYER,
@@ -85,11 +63,7 @@ from dynamic_cp.types.problem import (
     chunk_tokens,
     with_exchanges,
 )
-from dynamic_cp.types.stage_layers import PipelineLayers
-from dynamic_cp.types.topology import (
-    MAX_LANES,
-    Topology,
-)
+from dynamic_cp.types.topology import MAX_LANES, Topology
 
 __all__ = [
     "ACROSS_NODES", "AUTO", "AUTO_ALONE", "AUTO_CHUNK_TOKENS", "BY_PLACEMENT", "CAUSAL", "CHOICES",

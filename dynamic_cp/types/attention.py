@@ -103,16 +103,12 @@ def exchanges_of(
 
 
 def check_latents(names: Collection[CpCommType], kv_lora_rank: int) -> None:
-    """Refuse exchanges that are of latents only, of a model without them.
-
-    Raises:
-        UnsupportedFeatureError: `kv_lora_rank` is 0.
-    """
+    """Refuse exchanges that are of latents only, of a model without them. Raises UnsupportedFeatureError:
+    `kv_lora_rank` is 0."""
     if all(map(needs_latents, names)) and not kv_lora_rank:
         raise UnsupportedFeatureError(
             f"cp_comm_types {' '.join(names)} exchanges the latents of multi-latent attention, and kv_lora_rank of "
-            "this model is 0: use p2p or auto (--cp-comm-type)",
-            cp_comm_types=tuple(names),
+            "this model is 0: use p2p or auto (--cp-comm-type)"
         )
 
 

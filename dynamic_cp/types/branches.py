@@ -151,8 +151,7 @@ class SharedQuestion(Branches):
         if not self.answers or min(self.answers) < 1:
             raise InvalidInputError(
                 f"shared_question has {len(self.answers)} answers, the shortest of {min(self.answers, default=0)} "
-                "tokens, at least 1 answer of 1 token is needed: leave out empty answers",
-                answers=self.answers,
+                "tokens, at least 1 answer of 1 token is needed: leave out empty answers"
             )
 
     def shape(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -196,14 +195,12 @@ class Tree(Branches):
             if not min(place, 1) <= depth <= before + 1:
                 raise InvalidInputError(
                     f"segment {place} of a tree has the depth {depth} behind one of {before}: the first has 0, others "
-                    "from 1 to one more than the segment before",
-                    segment=place,
+                    "from 1 to one more than the segment before"
                 )
         if (levels := max(self.depths) + 1) > MOST_LEVELS:
             raise InvalidInputError(
                 f"a tree has {levels} levels, at most {MOST_LEVELS} are supported: join segments behind which only one "
-                "goes on, or cut it in several samples",
-                levels=levels,
+                "goes on, or cut it in several samples"
             )
 
     @classmethod

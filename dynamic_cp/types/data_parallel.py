@@ -44,12 +44,11 @@ class StateDtypes:
         for name, allowed in DTYPES_OF.items():
             dtype, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             if dtype not in allowed:
-                raise InvalidInputError(f"{name} ({flag}) is {dtype!r}: use one of {', '.join(allowed)}", name=name)
+                raise InvalidInputError(f"{name} ({flag}) is {dtype!r}: use one of {', '.join(allowed)}")
             if dtype != "fp32" and not self.use_precision_aware_optimizer:
                 raise InvalidInputError(
                     f"{name} ({flag}) is {dtype}, without the precision-aware optimizer it is fp32: add "
-                    "--use-precision-aware-optimizer, or leave it out",
-                    name=name,
+                    "--use-precision-aware-optimizer, or leave it out"
                 )
 
     @property
@@ -70,18 +69,15 @@ class StateDtypes:
         return moments + (_REMAINDER_BYTES if self.use_precision_aware_optimizer else 4)
 
     def check_weights(self, weight_bytes: int) -> None:
-        """Refuse what only weights in bfloat16 have, where they have more bytes.
-
-        Raises:
-            InvalidInputError: gradients in bf16, or the precision-aware optimizer, of fp32 weights.
-        """
+        """Refuse what only weights in bfloat16 have, where they have more bytes. Raises InvalidInputError: gradients in
+        bf16, or the precision-aware optimizer, of fp32 weights."""
         flags = {
             "--grad-reduce-in-bf16": self.grad_reduce_in_bf16,
             "--use-precision-aware-optimizer": self.use_precision_aware_optimizer,
         }
         for flag, is_on in flags.items():
             if is_on and weight_bytes >= 4:
-                raise InvalidInputError(f"{flag} is for weights in bfloat16: add --bf16, or leave it out", flag=flag)
+                raise InvalidInputError(f"{flag} is for weights in bfloat16: add --bf16, or leave it out")
 
 
 FP32_STATE = StateDtypes()

@@ -18,30 +18,21 @@ factor of Switch Transformers (arXiv 2101.03961, section 2.2), which drops token
 
 
 def layers_with_experts(layer_freq: int | Sequence[int], num_layers: int) -> tuple[bool, ...]:
-    """Return whether each of `num_layers` layers has experts.
-
-    Args:
-        layer_freq: as Megatron says it: with N the first of every N layers, or 1 (has them) and 0 (a dense MLP)
-            for each.
-
-    Raises:
-        InvalidInputError: it is of another number of layers, or no layer has any.
-    """
+    """Return whether each of `num_layers` layers has experts. `layer_freq`: as Megatron says it: with N the first of
+    every N layers, or 1 (has them) and 0 (a dense MLP) for each. Raises InvalidInputError: it is of another number of
+    layers, or no layer has any."""
     if not isinstance(layer_freq, Sequence):
         require_at_least(1, **{"layer_freq (--moe-layer-freq)": layer_freq})
         return tuple(layer % layer_freq == 0 for layer in range(num_layers))
     if set(layer_freq) - {0, 1} or 1 not in layer_freq:
         raise InvalidInputError(
             f"layer_freq (--moe-layer-freq) {list(layer_freq)} must be 1 (experts) or 0 (a dense MLP) for each layer, "
-            "1 at least once: a model without experts has none",
-            layer_freq=tuple(layer_freq),
+            "1 at least once: a model without experts has none"
         )
     if len(layer_freq) != num_layers:
         raise InvalidInputError(
             f"layer_freq (--moe-layer-freq) is of {counted(len(layer_freq), 'layer')}, the model has {num_layers}: "
-            "give a number, or 1 (experts) and 0 (none) for each of them, such as [0]+[1]*3",
-            layer_freq=tuple(layer_freq),
-            num_layers=num_layers,
+            "give a number, or 1 (experts) and 0 (none) for each of them, such as [0]+[1]*3"
         )
     return tuple(map(bool, layer_freq))
 
@@ -87,9 +78,7 @@ class Experts:
         if self.topk > self.num_experts:
             raise InvalidInputError(
                 f"a token is sent to {self.topk} experts, a layer has {self.num_experts}: give topk "
-                "(--moe-router-topk) <= num_experts (--num-experts)",
-                topk=self.topk,
-                num_experts=self.num_experts,
+                "(--moe-router-topk) <= num_experts (--num-experts)"
             )
         if self.dispatcher not in DISPATCHERS:
             raise InvalidInputError(f"dispatcher is {self.dispatcher!r}: use one of {', '.join(DISPATCHERS)}")
@@ -101,8 +90,7 @@ class Experts:
         if not isinstance(self.imbalance, int | float) or not 1 <= self.imbalance < inf:
             raise InvalidInputError(
                 f"the imbalance of experts is {self.imbalance}, it must be a number >= 1: how many tokens the rank "
-                "with most has for each of their mean",
-                imbalance=self.imbalance,
+                "with most has for each of their mean"
             )
         if isinstance(self.layer_freq, list | tuple):
             object.__setattr__(self, "layer_freq", tuple(self.layer_freq))  # a list where it comes from JSON

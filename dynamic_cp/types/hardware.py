@@ -101,9 +101,7 @@ class Hardware:
             is_number = 0 <= value < math.inf
             if not is_number or (is_rate and not value):
                 least = "> 0" if is_number else "a number >= 0"
-                raise InvalidInputError(
-                    f"hardware {self.name!r}: {entry.name} is {value}, it must be {least}", name=entry.name
-                )
+                raise InvalidInputError(f"hardware {self.name!r}: {entry.name} is {value}, it must be {least}")
 
     def node_ranks(self, world_size: int) -> int:
         """Return the ranks of a node; of a large domain that does not divide a job, a power of two."""

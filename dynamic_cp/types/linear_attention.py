@@ -56,9 +56,7 @@ class LinearAttention:
 
     def __post_init__(self) -> None:
         if self.kind not in LINEAR_KINDS:
-            raise InvalidInputError(
-                f"kind of linear attention is {self.kind!r}: use one of {', '.join(LINEAR_KINDS)}", kind=self.kind
-            )
+            raise InvalidInputError(f"kind of linear attention is {self.kind!r}: use one of {', '.join(LINEAR_KINDS)}")
         require_at_least(
             1,
             num_heads=self.num_heads,
@@ -70,22 +68,16 @@ class LinearAttention:
         if self.num_heads % self.num_groups:
             raise InvalidInputError(
                 f"{self.num_heads} heads of linear attention are no multiple of its {self.num_groups} groups (key "
-                "heads): every group serves the same number of heads",
-                num_heads=self.num_heads,
-                num_groups=self.num_groups,
+                "heads): every group serves the same number of heads"
             )
 
     def of_rank(self, tp_size: int) -> LinearAttention:
-        """Return what a tensor-parallel rank has of it.
-
-        Raises:
-            InvalidInputError: TP does not divide heads and groups.
-        """
+        """Return what a tensor-parallel rank has of it. Raises InvalidInputError: TP does not divide heads and
+        groups."""
         if self.num_heads % tp_size or self.num_groups % tp_size:
             raise InvalidInputError(
                 f"TP {tp_size} does not divide {self.num_heads} heads and {self.num_groups} groups (key heads) of "
-                "linear attention: use a tp_size (--tensor-model-parallel-size) that divides both",
-                tp_size=tp_size,
+                "linear attention: use a tp_size (--tensor-model-parallel-size) that divides both"
             )
         return replace(self, num_heads=self.num_heads // tp_size, num_groups=self.num_groups // tp_size)
 

@@ -18,22 +18,15 @@ SYMBOLS = (*LINEAR_SYMBOLS, ATTENTION, MLP, EXPERTS)
 
 
 def layers_with_linear_attention(freq: int | Sequence[int], num_layers: int) -> tuple[bool, ...]:
-    """Return whether each of `num_layers` layers has linear attention.
-
-    Args:
-        freq: as Megatron says it: with N all but every N-th layer, or 1 (has it) and 0 (attention) for each.
-
-    Raises:
-        InvalidInputError: it is of another number of layers, or all layers are of one sort.
-    """
+    """Return whether each of `num_layers` layers has linear attention. `freq`: as Megatron says it: with N all but
+    every N-th layer, or 1 (has it) and 0 (attention) for each. Raises InvalidInputError: it is of another number of
+    layers, or all layers are of one sort."""
     name = "linear_attention_freq (--linear-attention-freq)"
     if isinstance(freq, Sequence):
         if len(freq) != num_layers or set(freq) - {0, 1}:
             raise InvalidInputError(
                 f"{name} {list(freq)} is of {counted(len(freq), 'layer')}, the model has {num_layers}: give a number, "
-                "or 1 (linear attention) and 0 (attention) for each of them",
-                linear_attention_freq=tuple(freq),
-                num_layers=num_layers,
+                "or 1 (linear attention) and 0 (attention) for each of them"
             )
         which = tuple(map(bool, freq))
     else:
@@ -43,9 +36,7 @@ def layers_with_linear_attention(freq: int | Sequence[int], num_layers: int) -> 
         none, remedy = ("linear", "leave linear attention out") if not which[0] else ("attention", "have one")
         raise InvalidInputError(
             f"{name} {freq if isinstance(freq, int) else list(freq)} gives none of the {num_layers} layers "
-            f"{none}{' attention' * (none == 'linear')}: {remedy}",
-            linear_attention_freq=freq,
-            num_layers=num_layers,
+            f"{none}{' attention' * (none == 'linear')}: {remedy}"
         )
     return which
 
@@ -59,9 +50,7 @@ def check_linear_layers(
         linear, freq, pattern: as `ModelShape` has them.
         beside: what the model has that does not go with it.
 
-    Raises:
-        InvalidInputError: the message names what, and the remedy.
-    """
+    Raises InvalidInputError: the message names what, and the remedy."""
     if linear is None:
         if freq or set(pattern) & set(LINEAR_SYMBOLS):
             given = f"layer_pattern {pattern}" if pattern else f"linear_attention_freq {freq}"
@@ -81,30 +70,22 @@ def check_linear_layers(
     if pattern and kinds != {linear.kind}:
         raise InvalidInputError(
             f"layer_pattern {pattern} has layers of {' and '.join(sorted(kinds)) or 'no linear attention'}, the model "
-            f"has that of {linear.kind}: give one kind, the same in both",
-            layer_pattern=pattern,
+            f"has that of {linear.kind}: give one kind, the same in both"
         )
 
 
 def check_symbols(pattern: str, num_layers: int, *, has_experts: bool) -> None:
-    """Refuse a pattern that does not fill the layers, lacks a layer that is needed, or disagrees about experts.
-
-    Raises:
-        InvalidInputError: the message names what, and the remedy.
-    """
+    """Refuse a pattern that does not fill the layers, lacks a layer that is needed, or disagrees about experts. Raises
+    InvalidInputError: the message names what, and the remedy."""
     name = f"layer_pattern (--hybrid-override-pattern) {pattern}"
     if unknown := sorted(set(pattern) - set(SYMBOLS)):
         raise InvalidInputError(
             f"{name} has {', '.join(unknown)}: its symbols are M (Mamba-2), G (gated delta net), {ATTENTION} "
-            f"(attention), {MLP} (MLP) and {EXPERTS} (experts)",
-            layer_pattern=pattern,
+            f"(attention), {MLP} (MLP) and {EXPERTS} (experts)"
         )
     if len(pattern) != num_layers:
         raise InvalidInputError(
-            f"{name} is of {counted(len(pattern), 'layer')}, the model has {num_layers}: give a "
-            "symbol for each of them",
-            layer_pattern=pattern,
-            num_layers=num_layers,
+            f"{name} is of {counted(len(pattern), 'layer')}, the model has {num_layers}: give a symbol for each of them"
         )
     if ATTENTION not in pattern:
         raise InvalidInputError(f"{name} has no {ATTENTION}: a layer with attention is needed")
@@ -118,14 +99,8 @@ def check_symbols(pattern: str, num_layers: int, *, has_experts: bool) -> None:
 
 
 def check_pattern(pattern: str, num_layers: int, experts: Experts | None, beside: Iterable[str]) -> None:
-    """Refuse what `check_symbols` does, and a pattern that says other things than the rest of the model.
-
-    Args:
-        beside: what the model has that does not go with a pattern.
-
-    Raises:
-        InvalidInputError: the message names what, and the remedy.
-    """
+    """Refuse what `check_symbols` does, and a pattern that says other things than the rest of the model. `beside`: what
+    the model has that does not go with a pattern. Raises InvalidInputError: the message names what, and the remedy."""
     check_symbols(pattern, num_layers, has_experts=experts is not None)
     if experts is not None and experts.layer_freq != 1:
         raise InvalidInputError(

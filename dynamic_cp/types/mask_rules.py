@@ -42,7 +42,7 @@ def parse_mask(text: str) -> Mask:
             return _made(text, lambda: _KINDS[name](*numbers))
         if name == SharedQuestion.name and len(numbers) > 1:
             return _made(text, lambda: SharedQuestion(numbers[0], numbers[1:]))
-    raise InvalidInputError(f"mask {text[:40]!r} is unknown: use {_EXAMPLES}", mask=text)
+    raise InvalidInputError(f"mask {text[:40]!r} is unknown: use {_EXAMPLES}")
 
 
 def _made(text: str, make: Callable[[], Made]) -> Made:
@@ -50,7 +50,7 @@ def _made(text: str, make: Callable[[], Made]) -> Made:
     try:
         return make()
     except InvalidInputError as error:
-        raise InvalidInputError(f"mask {text[:40]!r}: {error}", mask=text) from error
+        raise InvalidInputError(f"mask {text[:40]!r}: {error}") from error
 
 
 def parse_mask_rule(text: str) -> MaskRule:
@@ -73,7 +73,7 @@ def parse_mask_rule(text: str) -> MaskRule:
         except ValueError as error:
             if isinstance(error, InvalidInputError):
                 raise
-            raise InvalidInputError(f"mask {text!r} has no {_SHARES[name]}", mask=text) from None
+            raise InvalidInputError(f"mask {text!r} has no {_SHARES[name]}") from None
     mask = None if text == CAUSAL.name else parse_mask(text)
     return lambda _seqlen: mask
 
@@ -90,7 +90,7 @@ def masks_by_rule(text: str, seqlens: Sequence[int]) -> list[Mask | None]:
     if not isinstance(rule, _SharesOf) or not too_short:
         return masks
     if len(too_short) == len(masks):
-        raise InvalidInputError(f"mask {text} fits no sample: {rule.why_too_short(max(seqlens))}", mask=text)
+        raise InvalidInputError(f"mask {text} fits no sample: {rule.why_too_short(max(seqlens))}")
     logger.warning(
         "mask %s: %d of %s have no mask of their own, they are too short for it (%d tokens at most)",
         text,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import counted, require_at_least
 from dynamic_cp.types.experts import Experts
-from dynamic_cp.types.layers import Layer, Stage
+from dynamic_cp.types.layers import Layer, PipelineLayers, Stage, best_split
 from dynamic_cp.types.linear_attention import LinearAttention
 from dynamic_cp.types.linear_layers import (
     ATTENTION,
@@ -23,7 +23,6 @@ from dynamic_cp.types.linear_layers import (
     layers_with_linear_attention,
 )
 from dynamic_cp.types.masks import CAUSAL, FULL, Causal, Full, Lambda
-from dynamic_cp.types.stage_layers import PipelineLayers, best_split
 
 if TYPE_CHECKING:
     from dynamic_cp.types.plan import Sample
@@ -110,9 +109,7 @@ class ModelShape:
         if self.num_attention_heads % self.num_query_groups:
             raise InvalidInputError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_query_groups {self.num_query_groups}: every KV head serves the same number of query heads",
-                num_attention_heads=self.num_attention_heads,
-                num_query_groups=self.num_query_groups,
+                f"num_query_groups {self.num_query_groups}: every KV head serves the same number of query heads"
             )
         self._check_windows()
         self._check_pipeline_layers()
@@ -125,15 +122,12 @@ class ModelShape:
         if self.mtp_num_layers and not self.causal_attention:
             raise InvalidInputError(
                 f"mtp_num_layers is {self.mtp_num_layers} and causal_attention false: tokens that see all of "
-                "their sample predict none, leave it out",
-                mtp_num_layers=self.mtp_num_layers,
+                "their sample predict none, leave it out"
             )
         if self.mtp_num_layers and self.window_tokens:
             raise InvalidInputError(
                 f"mtp_num_layers is {self.mtp_num_layers} and window_tokens {self.window_tokens}: modules of "
-                "multi-token prediction have no windows, leave one of them out",
-                mtp_num_layers=self.mtp_num_layers,
-                window_tokens=self.window_tokens,
+                "multi-token prediction have no windows, leave one of them out"
             )
 
     def _check_latent_attention(self) -> None:
@@ -143,8 +137,7 @@ class ModelShape:
             if given := [name for name, value in {"q_lora_rank": self.q_lora_rank, **of_heads}.items() if value]:
                 raise InvalidInputError(
                     f"{given[0]} is {getattr(self, given[0])} and kv_lora_rank 0: only multi-latent attention has it; "
-                    "give both or neither",
-                    name=given[0],
+                    "give both or neither"
                 )
             return
         require_at_least(1, **of_heads)
@@ -152,28 +145,22 @@ class ModelShape:
         if self.kv_channels != together:
             raise InvalidInputError(
                 f"kv_channels is {self.kv_channels}, qk_head_dim {self.qk_head_dim} and qk_pos_emb_head_dim "
-                f"{self.qk_pos_emb_head_dim} are together {together}: give that",
-                kv_channels=self.kv_channels,
-                expected=together,
+                f"{self.qk_pos_emb_head_dim} are together {together}: give that"
             )
         if self.v_head_dim > together:
             raise InvalidInputError(
                 f"v_head_dim is {self.v_head_dim}, queries and keys have {together} channels: values wider than keys "
-                "are not supported",
-                v_head_dim=self.v_head_dim,
-                kv_channels=together,
+                "are not supported"
             )
         if self.num_query_groups != self.num_attention_heads:
             raise InvalidInputError(
                 f"num_query_groups is {self.num_query_groups}, num_attention_heads {self.num_attention_heads}: in "
-                "multi-latent attention each query head has a KV head of its own, give the same",
-                num_query_groups=self.num_query_groups,
+                "multi-latent attention each query head has a KV head of its own, give the same"
             )
         if self.attention_output_gate:
             raise InvalidInputError(
                 f"kv_lora_rank is {self.kv_lora_rank} and attention_output_gate True: multi-latent attention has none, "
-                "leave one of them out",
-                other="attention_output_gate",
+                "leave one of them out"
             )
 
     def _check_linear_attention(self) -> None:
@@ -200,9 +187,7 @@ class ModelShape:
         if of_stages and (total != self.num_layers or min(map(min, of_stages)) < 0):
             raise InvalidInputError(
                 f"pipeline_layers {[list(one) for one in of_stages]} are {total} layers, num_layers is "
-                f"{self.num_layers}: give each layer to one chunk of one stage",
-                pipeline_layers=of_stages,
-                num_layers=self.num_layers,
+                f"{self.num_layers}: give each layer to one chunk of one stage"
             )
 
     def _check_windows(self) -> None:
@@ -215,27 +200,22 @@ class ModelShape:
             if len(pattern) != self.num_layers or set(pattern) - {0, 1}:
                 raise InvalidInputError(
                     f"window_attn_skip_freq {list(pattern)} has {len(pattern)} entries, the model has "
-                    f"{self.num_layers} layers: give 1 (a window) or 0 (none) for each of them",
-                    window_attn_skip_freq=pattern,
-                    num_layers=self.num_layers,
+                    f"{self.num_layers} layers: give 1 (a window) or 0 (none) for each of them"
                 )
         if self.window_attn_skip_freq and not self.window_tokens:
             raise InvalidInputError(
                 f"window_attn_skip_freq is {self.window_attn_skip_freq} and window_tokens 0: give the window that some "
-                "layers skip, or neither",
-                window_attn_skip_freq=self.window_attn_skip_freq,
+                "layers skip, or neither"
             )
         if self.window_sink_tokens and not self.window_tokens:
             raise InvalidInputError(
                 f"window_sink_tokens is {self.window_sink_tokens} and window_tokens 0: give the window besides which "
-                "tokens see the first ones, or neither",
-                window_sink_tokens=self.window_sink_tokens,
+                "tokens see the first ones, or neither"
             )
         if self.window_tokens and not self.causal_attention:
             raise InvalidInputError(
                 f"window_tokens is {self.window_tokens} and causal_attention false: only layers with causal attention "
-                "have windows, which end with the token itself",
-                window_tokens=self.window_tokens,
+                "have windows, which end with the token itself"
             )
 
     @property
@@ -535,9 +515,7 @@ class ModelShape:
 
         Modules of multi-token prediction are layers of the last stage.
 
-        Raises:
-            InvalidInputError: `pipeline_layers` are those of another number of stages.
-        """
+        Raises InvalidInputError: `pipeline_layers` are those of another number of stages."""
         kinds = self._kinds_of_layers()
         if pp_size == 1 or not self.pipeline_layers:
             stages = (Stage(tuple((number / pp_size, layer) for number, layer in kinds)),) * pp_size
@@ -545,8 +523,7 @@ class ModelShape:
         if len(self.pipeline_layers) != pp_size:
             raise InvalidInputError(
                 f"pipeline_layers are of {len(self.pipeline_layers)} stages, the pipeline has {pp_size}: give them for "
-                "all of them, or leave them out",
-                pp_size=pp_size,
+                "all of them, or leave them out"
             )
         of_stages = [sum(chunks) for chunks in self.pipeline_layers]
         stages = tuple(Stage(tuple((n * one / self.num_layers, layer) for n, layer in kinds)) for one in of_stages)

@@ -105,26 +105,19 @@ class Bucket:
         elif self.placement is not None:
             raise InvalidInputError(
                 f"the bucket at lane {self.first_lane} has a placement of {len(self.placement.homes)} homes, which "
-                f"{self.cp_comm_type} does not have: leave it out, or use {BY_PLACEMENT}",
-                cp_comm_type=self.cp_comm_type,
+                f"{self.cp_comm_type} does not have: leave it out, or use {BY_PLACEMENT}"
             )
         elif not is_power_of_two(self.cp_size):
             raise InvalidInputError(
                 f"cp_size {self.cp_size} of the bucket at lane {self.first_lane} is not a power of two: "
-                "use 1, 2, 4, ...",
-                cp_size=self.cp_size,
-                first_lane=self.first_lane,
+                "use 1, 2, 4, ..."
             )
         if self.cp_comm_type not in TRAITS:
-            raise InvalidInputError(
-                f"cp_comm_type {self.cp_comm_type!r} is unknown: use one of {', '.join(TRAITS)}",
-                cp_comm_type=self.cp_comm_type,
-            )
+            raise InvalidInputError(f"cp_comm_type {self.cp_comm_type!r} is unknown: use one of {', '.join(TRAITS)}")
         if self.state_exchange not in STATE_EXCHANGES:
             raise InvalidInputError(
                 f"state_exchange {self.state_exchange!r} of the bucket at lane {self.first_lane} is unknown: use one "
-                f"of {', '.join(STATE_EXCHANGES)}",
-                state_exchange=self.state_exchange,
+                f"of {', '.join(STATE_EXCHANGES)}"
             )
         if TRAITS[self.cp_comm_type].inner != "one" or self.inner_cp_size != 1:
             self._set_inner_cp_size()
@@ -141,20 +134,14 @@ class Bucket:
                 raise InvalidInputError(
                     f"inner_cp_size {inner} of {where} ({self.cp_comm_type}, cp_size {self.cp_size}) is not a power "
                     f"of two {rule}: "
-                    + (f"use {sizes}" if self.cp_size > 2 else "use p2p or a2a, they need no inner size"),
-                    inner_cp_size=inner,
-                    cp_size=self.cp_size,
-                    first_lane=self.first_lane,
+                    + (f"use {sizes}" if self.cp_size > 2 else "use p2p or a2a, they need no inner size")
                 )
             return
         implied = self.cp_size if TRAITS[self.cp_comm_type].inner == "all" else 1
         if inner not in (1, implied):
             raise InvalidInputError(
                 f"inner_cp_size {inner} of {where} is not {implied}, which {self.cp_comm_type} with cp_size "
-                f"{self.cp_size} implies: leave it out, or use a2a+p2p",
-                inner_cp_size=inner,
-                cp_size=self.cp_size,
-                first_lane=self.first_lane,
+                f"{self.cp_size} implies: leave it out, or use a2a+p2p"
             )
         object.__setattr__(self, "inner_cp_size", implied)
 

@@ -87,17 +87,13 @@ class RecomputedLayers(NamedTuple):
         if number > max(1, largest):
             raise InvalidInputError(
                 f"--recompute-num-layers {number} is more than the {largest:g} layers of a model chunk: "
-                f"give at most {int(largest)}",
-                recompute_num_layers=number,
-                layers_per_chunk=largest,
+                f"give at most {int(largest)}"
             )
         uneven = [layers for layers in sorted(set(chunks)) if layers % number]
         if self.method == "uniform" and number > 1 and uneven:
             raise InvalidInputError(
                 f"the layers of a model chunk, {uneven[0]:g} is not a multiple of --recompute-num-layers {number}: "
-                "change one of them",
-                recompute_num_layers=number,
-                layers_per_chunk=uneven[0],
+                "change one of them"
             )
 
 
@@ -120,9 +116,7 @@ def chunk_tokens(given: int | str, tp_size: int) -> int:
         return AUTO_CHUNK_TOKENS * tp_size
     if given < 0:
         raise InvalidInputError(
-            f"--loss-chunk-tokens is {given}, it must be at least 0: give tokens or auto, or leave it out",
-            name="loss_chunk_tokens",
-            value=given,
+            f"--loss-chunk-tokens is {given}, it must be at least 0: give tokens or auto, or leave it out"
         )
     return given
 
@@ -182,14 +176,10 @@ class PlanOptions:
         for name in ("min_cp_size", "max_cp_size"):
             value = getattr(self, name)
             if value is not None and not is_power_of_two(value):
-                raise InvalidInputError(
-                    f"{name} {value} is not a power of two: use 1, 2, 4, ...", name=name, value=value
-                )
+                raise InvalidInputError(f"{name} {value} is not a power of two: use 1, 2, 4, ...")
         for value in self.inner_cp_sizes or ():
             if not is_power_of_two(value) or value == 1:
-                raise InvalidInputError(
-                    f"inner_cp_sizes: {value} is not a power of two above 1: use 2, 4, ...", value=value
-                )
+                raise InvalidInputError(f"inner_cp_sizes: {value} is not a power of two above 1: use 2, 4, ...")
         self._check_recompute()
         _require_known("search", self.search, SEARCH_EFFORTS)
         _require_known("pool", self.pool, POOL_USES)
@@ -197,8 +187,7 @@ class PlanOptions:
         if self.search == "exact" and self.pool != "off":
             raise UnsupportedFeatureError(
                 f"search exact proves no plans with a pool, and pool is {self.pool!r}: leave the pool out "
-                "(--dynamic-cp-pool off), or use search thorough",
-                pool=self.pool,
+                "(--dynamic-cp-pool off), or use search thorough"
             )
         if not self.noise_margin >= 0:
             raise InvalidInputError(
@@ -213,8 +202,7 @@ class PlanOptions:
             if exchange not in TRAITS or exchange in self.cp_comm_types[:index]:
                 what = "unknown" if exchange not in TRAITS else "there twice"
                 raise InvalidInputError(
-                    f"cp_comm_types: {exchange!r} is {what}: use {AUTO}, or some of {', '.join(TRAITS)}, each once",
-                    cp_comm_type=exchange,
+                    f"cp_comm_types: {exchange!r} is {what}: use {AUTO}, or some of {', '.join(TRAITS)}, each once"
                 )
 
     def largest_cp_size(self, topology: Topology) -> int:
@@ -235,15 +223,12 @@ class PlanOptions:
         if self.recompute != "full":
             raise InvalidInputError(
                 f"--recompute-method {method} --recompute-num-layers {number} says which layers full recomputation "
-                f"repeats, it is {self.recompute}: use full recomputation, or leave them out",
-                recompute=self.recompute,
-                recompute_num_layers=number,
+                f"repeats, it is {self.recompute}: use full recomputation, or leave them out"
             )
         if self.pool != "off":
             raise UnsupportedFeatureError(
                 f"in a pool all ranks recompute layer by layer, it is --recompute-method {method} "
-                f"--recompute-num-layers {number}: use uniform and 1, or leave the pool out",
-                pool=self.pool,
+                f"--recompute-num-layers {number}: use uniform and 1, or leave the pool out"
             )
 
     @property
@@ -330,16 +315,13 @@ class Problem:
         reason = self.model.why_no_expert_split(ep_size=topology.ep_size, tp_size=topology.tp_size)
         if reason is not None:
             raise InvalidInputError(
-                f"{reason}: use an ep_size (--expert-model-parallel-size) that divides the experts of the model",
-                ep_size=topology.ep_size,
-                tp_size=topology.tp_size,
+                f"{reason}: use an ep_size (--expert-model-parallel-size) that divides the experts of the model"
             )
         self._check_recomputed_layers()
         if self.options.pool != "off" and self.model.linear_attention is not None:
             raise UnsupportedFeatureError(
                 f"a pool of attention servers does not know layers with linear attention, and pool is "
-                f"{self.options.pool!r}: leave the pool out (--dynamic-cp-pool off)",
-                pool=self.options.pool,
+                f"{self.options.pool!r}: leave the pool out (--dynamic-cp-pool off)"
             )
 
     @property

@@ -54,16 +54,10 @@ class Topology:
         )
         if self.num_lanes > MAX_LANES:
             raise InvalidInputError(
-                f"num_lanes is {self.num_lanes}, at most {MAX_LANES} can be planned: check world size / (TP x PP)",
-                num_lanes=self.num_lanes,
-                max_lanes=MAX_LANES,
+                f"num_lanes is {self.num_lanes}, at most {MAX_LANES} can be planned: check world size / (TP x PP)"
             )
         if self.vp_size > 1 and self.pp_size == 1:
-            raise InvalidInputError(
-                f"vp_size is {self.vp_size} but pp_size is 1: interleaving needs pp_size >= 2",
-                vp_size=self.vp_size,
-                pp_size=1,
-            )
+            raise InvalidInputError(f"vp_size is {self.vp_size} but pp_size is 1: interleaving needs pp_size >= 2")
         if self.ep_size != 1:
             self._check_experts()
 
@@ -72,24 +66,18 @@ class Topology:
         if not is_power_of_two(self.ep_size):
             raise InvalidInputError(
                 f"ep_size {self.ep_size} is not a power of two, so its blocks would cut groups of CP: use 1, 2, 4, ... "
-                "(--expert-model-parallel-size)",
-                ep_size=self.ep_size,
+                "(--expert-model-parallel-size)"
             )
         wide, narrow = max(self.ep_size, self.tp_size), min(self.ep_size, self.tp_size)
         if wide % narrow:
             raise InvalidInputError(
                 f"ep_size {self.ep_size} and tp_size {self.tp_size}: one must be a multiple of the other, so that "
-                "blocks of experts hold whole lanes (--expert-model-parallel-size)",
-                ep_size=self.ep_size,
-                tp_size=self.tp_size,
+                "blocks of experts hold whole lanes (--expert-model-parallel-size)"
             )
         if self.num_lanes % self.expert_lanes:
             raise InvalidInputError(
                 f"ep_size {self.ep_size} makes blocks of {self.expert_lanes} lanes (TP {self.tp_size}), which do not "
-                f"divide the {self.num_lanes} lanes: use an ep_size (--expert-model-parallel-size) that does",
-                ep_size=self.ep_size,
-                expert_lanes=self.expert_lanes,
-                num_lanes=self.num_lanes,
+                f"divide the {self.num_lanes} lanes: use an ep_size (--expert-model-parallel-size) that does"
             )
 
     @property

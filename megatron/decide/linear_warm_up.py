@@ -22,7 +22,7 @@ from megatron.dynamic_cp.attention.linear.kernels import choose_linear_kernel
 from megatron.dynamic_cp.attention.linear.portable import PORTABLE
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
 ROWS_OF_A_BUCKET = 65536
 """Vectors in a bucket of the norm's programs, which know each number of buckets (NB) as a shape of its own."""

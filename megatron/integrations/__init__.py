@@ -5,6 +5,40 @@ A leaf: runtime and trainer import nothing of it. Read in this order: `turns` (a
 (megatron-core's packing scheduler, in verl or Megatron-Bridge), `preferences` (pairs of answers for loops other than
 the trainer's), `post_training` (objectives of responses), `weights` (Hugging Face's to checkpoints and back),
 `lm_adaptor` (Megatron-LM checkouts), `torchrun` (how a launcher ends).
+
+Rooms in the order of their imports, each with its files in the order to read them:
+
+foreign: global batches from iterators that belong to another training loop. Files: `samples` (what they yield),
+    `probing` (lengths without reading), `rerouting` (samples to the lanes that need them), `draw` (draws a global
+    batch), `iterator` (the wrapper).
+
+scheduler: the planner as Megatron-Core's packing scheduler: one class, which Megatron-LM, Bridge, verl and NeMo-RL can
+    call. Files: `groups` (a plan as lists of samples for lanes), `config` (what a framework's configuration says of
+    model and layout), `job` (what a plan depends on besides samples), `planned` (groups that are never slower than the
+    greedy's, and the class), `register` (puts it in the place of the framework's own), `from_environment` (the same by
+    an import). Neither torch nor megatron-core nor a trainer is imported before registering.
+
+post_training: on planned micro-batches: what samples bring, what passes give back, and losses of your own. A response
+    is what a loss over whole samples counts: a sample, one of several responses to a prompt (`data.sample_tokens`), or
+    a branch of a tree of turns (`turns`). Files: `caller_order` (each token's place in the caller's order), `losses`
+    (how to write a loss), `objectives` (losses), `torch_passes` and `megatron_passes` (passes in plain PyTorch, and on
+    Megatron's runtime).
+
+weights: those of Hugging Face models into checkpoints of the trainer, and out of them: `dynamic-cp weights`. Files:
+    `rows` (a line of a table of names, and which tensor is made of which), `hybrid_names` (lines of layers with linear
+    attention, and of halves of layers), `names` (one table of names per family), `fused` (from several tensors to one,
+    and back), `safetensors_folder` (a folder of transformers, tensor by tensor), `checkpoint_tensors` (the tensors of a
+    checkpoint, one at a time), `adapters` (those of a checkpoint, merged into its weights or by themselves),
+    `described` (the model that a checkpoint's flags describe), `output` (a folder that gets its name when it is whole),
+    `importing` (from a folder of transformers to a checkpoint), `exporting` (from a checkpoint to a folder of
+    transformers), `command` (the options of `dynamic-cp weights`).
+
+lm_adaptor: trains an unedited Megatron-LM checkout with dynamic context parallelism; an import of
+    `megatron.dynamic_cp.megatron_lm` activates it, too. Files: `checkout` (which one, which version, and how newer ones
+    differ), `flags` (its command line with ours), `counts` (samples, FLOPs and log lines of batches of any size),
+    `data` and `varlen` (its data sets, and documents as samples), `model` (its model with our layers), `cpu` (CPU
+    ranks), `session` (groups, planner, a step), `scheduler` (our planner as a packing scheduler of branch dev), `hooks`
+    and `replacements` (what takes the places of Megatron-LM's functions, and the table of it), `run` (the command).
 """
 
 from __future__ import annotations

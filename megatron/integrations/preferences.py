@@ -129,8 +129,7 @@ class _PairReader:
 
 def _texts(value: dict[str, Any]) -> Question | None:
     """Return a preference of texts alone; None for a chat, or for no preference. Without a prompt, the prompt is what
-    both answers begin with, up to a space before they differ.
-    """
+    both answers begin with, up to a space before they differ."""
     prompt, chosen, rejected = (value.get(field) for field in (PROMPT, CHOSEN, REJECTED))
     in_chat = {"conversations", "instruction", "system", *ASKED * (prompt is None)} & set(value)
     if not (isinstance(chosen, str) and isinstance(rejected, str)) or in_chat or not isinstance(prompt, str | None):

@@ -65,8 +65,7 @@ class Turn:
             if "tokens" not in given or given.keys() - cls.__slots__ or not isinstance(children, list | tuple):
                 has = ", ".join(map(repr, given)) if isinstance(of_turn, Mapping) else type(of_turn).__name__
                 raise InvalidInputError(
-                    f"{place} has {has or 'nothing'}: give 'tokens', and maybe 'learned' and 'children', a list",
-                    turn=place,
+                    f"{place} has {has or 'nothing'}: give 'tokens', and maybe 'learned' and 'children', a list"
                 )
             found.append((place, given))
             waiting += ((f"{place}.{number}", child) for number, child in enumerate(children, 1))
@@ -78,7 +77,7 @@ class Turn:
             try:
                 made.append(cls(tokens=given["tokens"], learned=given.get("learned", True), children=children))
             except InvalidInputError as error:
-                raise InvalidInputError(f"{place}: {error}", turn=place) from None
+                raise InvalidInputError(f"{place}: {error}") from None
         return made[0]
 
 
@@ -109,8 +108,7 @@ def tree_of_turns(root: Turn) -> tuple[SampleTokens, Tree | None]:
     first = segments[0].num_tokens
     if first < 2:
         raise InvalidInputError(
-            f"a tree has {first} tokens before its first branching, at least 2 are needed: begin with what all share",
-            num_tokens=first,
+            f"a tree has {first} tokens before its first branching, at least 2 are needed: begin with what all share"
         )
     document = np.concatenate([tokens for one in segments for tokens in one.tokens])
     is_target = np.concatenate([targets for one in segments for targets in one.is_target])

@@ -10,7 +10,6 @@ from megatron.dynamic_cp.repairs import releases, triton_imports
 from megatron.trainer.ending.exits import exit_code_of, leave
 from megatron.trainer.flags import environment
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.reporting import quiet
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +18,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     def parse_and_train() -> None:
         settings = parse_args(argv)
         environment.set_defaults(settings.planning)
-        quiet.ignore_warnings()
+        environment.ignore_warnings()
         releases.check_installed()
         triton_imports.install()
         releases.check_engine()

@@ -13,7 +13,7 @@ import pytest
 from dynamic_cp.models.catalog import load_hardware
 from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.setup import memory
+from megatron.trainer.setup import planned_runtime
 from tests.cluster.conftest import ROOT, Cluster
 
 SLURM = ROOT / "examples" / "slurm"
@@ -89,7 +89,7 @@ def test_a_job_starts_its_ranks_on_every_node_in_order(
     assert settings.optimizer.lr == 3e-6  # flags behind the job's name win
     assert settings.checkpoints.save == settings.checkpoints.load == run_dir
     shape = model_shape(settings.model, 128256)
-    limit = memory.max_tokens_per_rank(planning, shape, load_hardware("h100"))
+    limit = planned_runtime.max_tokens_per_rank(planning, shape, load_hardware("h100"))
     assert limit * planning.topology.max_cp_size >= planning.seq_length
 
 

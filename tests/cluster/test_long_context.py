@@ -9,7 +9,7 @@ from pathlib import Path
 from dynamic_cp.models.catalog import load_hardware, load_model
 from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.setup import memory
+from megatron.trainer.setup import planned_runtime
 from tests.cluster.conftest import ROOT
 
 
@@ -56,7 +56,7 @@ def test_it_starts_from_the_base_and_resumes_itself(tmp_path: Path, monkeypatch)
 
     model = load_model("llama-3-8b")
     assert replace(model_shape(first.model, model.vocab_size), source=model.source) == model
-    limit = memory.max_tokens_per_rank(first.planning, model, load_hardware("h100"))
+    limit = planned_runtime.max_tokens_per_rank(first.planning, model, load_hardware("h100"))
     assert limit * first.planning.topology.max_cp_size >= 131072
 
 

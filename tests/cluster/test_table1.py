@@ -16,7 +16,7 @@ import pytest
 from dynamic_cp.models.catalog import load_hardware, load_model
 from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.setup import memory
+from megatron.trainer.setup import planned_runtime
 from tests.cluster.conftest import ROOT, Cluster
 
 SCRIPT = ROOT / "examples" / "slurm" / "table1.py"
@@ -51,7 +51,7 @@ def test_the_job_launches_both_arms_as_published(cluster: Cluster, monkeypatch: 
         assert planning.seq_length == 131072
         assert (planning.topology.pp_size, planning.static_cp_size) == (8, 8)
         assert planning.recompute == "full"
-        assert memory.max_tokens_per_rank(planning, model, load_hardware("h100")) == 16384
+        assert planned_runtime.max_tokens_per_rank(planning, model, load_hardware("h100")) == 16384
     run_dir = Path(cluster.environment["RUN_DIR"])
     lengths = [int(line) for line in (run_dir / "github_bal.csv").read_text(encoding="utf-8").splitlines()]
     assert len(lengths) == 20480

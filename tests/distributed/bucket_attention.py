@@ -12,8 +12,7 @@ from megatron.dynamic_cp.attention.kernels.choice import CPU, KERNELS
 from megatron.dynamic_cp.attention.thd import Attention
 from megatron.dynamic_cp.data.micro_batches import micro_batches, pack_step
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, packed_shard_positions
 from tests.distributed.naive_attention import SCALE, assert_all_close, exact, random_qkv, sees_of_pack
 
 

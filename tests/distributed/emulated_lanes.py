@@ -28,8 +28,7 @@ from megatron.dynamic_cp.attention.mechanisms import blocks, collectives, ring
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.thd import Attention
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, packed_shard_positions
 from tests import patience
 
 # A lane that fails leaves the others waiting.

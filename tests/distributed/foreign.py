@@ -15,7 +15,7 @@ from dynamic_cp.types import FULL, Mask, Plan, PlannedBatch, Sample, SharedQuest
 from megatron.dynamic_cp.agreement.verify import job_store
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.sharding import shard_positions, take_shard
+from megatron.dynamic_cp.packed_seq_params import shard_positions, take_shard
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper
 from megatron.integrations.foreign.rerouting import sample_origin
 from tests.distributed.harness import initialize_model_parallel

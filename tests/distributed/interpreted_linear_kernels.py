@@ -14,7 +14,7 @@ from triton.runtime import autotuner
 from dynamic_cp.types import StateExchange
 from megatron.dynamic_cp.attention.linear import kernels, thd
 from megatron.dynamic_cp.attention.linear.kernels import FLA
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_linear_attention import LAYERS, Whole, error, padded_to
 

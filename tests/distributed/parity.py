@@ -51,7 +51,7 @@ from megatron.dynamic_cp.model.layer_parts import quick_gelu, squared_relu
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.self_attention import use_one_rotary_table
 from megatron.dynamic_cp.plans.plan_source import FixedPlan
-from megatron.dynamic_cp.step import loss
+from megatron.dynamic_cp.step.schedule import forward_step
 from tests.distributed import reference, token_by_token
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.placements import random_placement
@@ -523,7 +523,7 @@ def run_step(
 
     def recording_forward_step(data_iterator: Iterator[Any], chunk: Any) -> Any:
         batches: list[Any] = []
-        output, loss_func = loss.forward_step((batches.append(b) or b for b in data_iterator), chunk)
+        output, loss_func = forward_step((batches.append(b) or b for b in data_iterator), chunk)
 
         def recording_loss(token_losses: torch.Tensor) -> Any:
             recorded.append((batches[0], token_losses.detach().reshape(-1).clone()))

@@ -21,8 +21,7 @@ from megatron.dynamic_cp.attention.mechanisms import ring
 from megatron.dynamic_cp.attention.thd import Attention
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, packed_shard_positions
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.naive_attention import (

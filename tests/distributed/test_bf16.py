@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.dynamic_cp.attention.mechanisms import ring
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.model import layer_parts
-from megatron.dynamic_cp.step import loss
+from megatron.dynamic_cp.step import schedule
 from tests.distributed.faults import around
 from tests.distributed.harness import run_ranks
 from tests.distributed.layouts import layout_of
@@ -45,7 +45,7 @@ def run_bf16_step(case: Case, in_fp32: bool = True) -> Step:
         return shift(tensor, *args, **kwargs)
 
     with recording():
-        logs = run_stock_schedule(model, wrapper.wrap(0, case.samples), loss.forward_step)
+        logs = run_stock_schedule(model, wrapper.wrap(0, case.samples), schedule.forward_step)
     total = sum((entry["lm loss"] for entry in logs), torch.zeros(2))
     dist.all_reduce(total)
 

@@ -18,8 +18,8 @@ from dynamic_cp.errors import DisagreementError
 from dynamic_cp.learning.observations import Observation
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Bucket, MicroBatch, Plan
-from megatron.dynamic_cp.measuring.machine import alone_s
-from megatron.dynamic_cp.step import loss
+from megatron.dynamic_cp.measuring import alone_s
+from megatron.dynamic_cp.step import schedule
 from megatron.dynamic_cp.step.bucket_times import BucketTimes, least_of_equal_keys
 from tests.distributed.harness import run_ranks
 from tests.distributed.layouts import layout_of
@@ -53,7 +53,7 @@ def slowed(forward_s: dict[int, float], backward_s: dict[int, float]) -> Callabl
 
     def forward_step(data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any:
         batches: list[Any] = []
-        output, loss_func = loss.forward_step((batches.append(b) or b for b in data_iterator), model)
+        output, loss_func = schedule.forward_step((batches.append(b) or b for b in data_iterator), model)
         first[:] = first or [model]
         if model is not first[0]:
             return output, loss_func
@@ -122,7 +122,7 @@ def expected_facts(plan: Plan, stage: int, chunk: int, lane: int | None = None) 
 def test_every_micro_batch_is_timed_once_on_every_chunk(line: str) -> None:
     layout = layout_of(line)
     plan = mixed_plan(SAMPLES, layout)
-    ranks = run_ranks(layout.topology.world_size, time_steps, layout, plan, 2, loss.forward_step, timeout_s=90)
+    ranks = run_ranks(layout.topology.world_size, time_steps, layout, plan, 2, schedule.forward_step, timeout_s=90)
     num_compared, shares = 0, []
     for rank in ranks:
         assert rank["same"], "timing changed a gradient"

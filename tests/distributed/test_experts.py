@@ -14,11 +14,10 @@ from dynamic_cp.types import Adapters
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.dynamic_cp.model import experts
 from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.model.experts import DynamicCPRouter
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, shard_positions
 from megatron.dynamic_cp.repairs import patches
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks

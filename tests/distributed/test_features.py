@@ -19,9 +19,8 @@ from megatron.dynamic_cp.data import micro_batches
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.flags.attention import concentration, set_sinks, windows_of
 from megatron.dynamic_cp.flags.supported import check_supported
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, FutureColumns
-from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, FutureColumns, shard_positions
 from tests.distributed import fake_apex
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.layouts import layout_of, lines

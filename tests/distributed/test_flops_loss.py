@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.types import ModelShape
 from megatron.dynamic_cp.agreement import phase
-from megatron.dynamic_cp.step.loss import forward_step, sum_of_losses
+from megatron.dynamic_cp.step.schedule import forward_step, sum_of_losses
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import Layout

@@ -15,7 +15,7 @@ from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import PlanOptions, Sample, Topology
 from megatron.dynamic_cp.plans.plan_source import PlanSource
 from megatron.dynamic_cp.plans.planner import Planner
-from megatron.dynamic_cp.step import loss
+from megatron.dynamic_cp.step import schedule
 from megatron.integrations.foreign.iterator import chunks_of
 from tests.distributed import reference
 from tests.distributed.foreign import (
@@ -243,7 +243,7 @@ def gradients_of_step(layout: Layout, samples: Sequence[Sample], initial: dict[s
     for chunk in model:
         chunk.zero_grad_buffer()
     losses = get_forward_backward_func()(
-        forward_step_func=loss.forward_step,
+        forward_step_func=schedule.forward_step,
         data_iterator=step.data_iterators if len(model) > 1 else step.data_iterators[0],
         model=model if len(model) > 1 else model[0], num_microbatches=step.num_microbatches, seq_length=64,
         micro_batch_size=1, forward_only=False,

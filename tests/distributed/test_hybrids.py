@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn.functional import silu, softplus
 
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.model.linear_layers import DynamicCPGatedDelta, DynamicCPMamba
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.trainer.checkpoints.saving import expect_results
 from tests.distributed import parity, reference, token_by_token
 from tests.distributed.faults import around

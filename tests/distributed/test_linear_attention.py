@@ -44,7 +44,7 @@ from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2
 from megatron.dynamic_cp.attention.mechanisms.collectives import gathered_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.micro_batches import packed_buckets
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.emulated_lanes import Board, EmulatedGroup, on_lanes, run_lanes
 from tests.distributed.harness import run_ranks
 from tests.distributed.linear_reference import REFERENCES, random_inputs, sizes_of

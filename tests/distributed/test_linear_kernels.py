@@ -31,8 +31,8 @@ from megatron.dynamic_cp.attention.linear.layer import keeps_by_hooks
 from megatron.dynamic_cp.attention.linear.portable import PORTABLE
 from megatron.dynamic_cp.attention.linear.recurrence import NORM_EPSILON, Runs, Steps
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.linear_layers import DynamicCPGatedDelta, DynamicCPMamba
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.repairs import patches
 from tests.distributed import reference
 from tests.distributed.emulated_lanes import on_lanes

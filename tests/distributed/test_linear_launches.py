@@ -28,7 +28,7 @@ from dynamic_cp.types.linear_attention import CHUNK_TOKENS, CHUNKS_PER_LANE
 from megatron.dynamic_cp.attention.linear import thd
 from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.emulated_lanes import Board, EmulatedGroup
 from tests.launches import Launches, count
 

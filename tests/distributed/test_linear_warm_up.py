@@ -23,7 +23,7 @@ from dynamic_cp.types import STATE_EXCHANGES, LinearAttention, ModelShape, PlanO
 from megatron.decide import linear_warm_up
 from megatron.decide.linear_warm_up import agree_on_choices, tuned_programs
 from megatron.dynamic_cp.attention.linear import kernels, thd
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.integrations.outside import Lanes
 from tests.distributed.harness import run_ranks
 from tests.released_linear_kernels import RELEASED

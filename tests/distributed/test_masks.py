@@ -34,7 +34,7 @@ from examples.torch_device_mesh import VOCAB_SIZE, Document, TinyTransformer, lo
 from megatron.dynamic_cp.attention import packs
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens, shared_question
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.sharding import count_held, shard_positions
+from megatron.dynamic_cp.packed_seq_params import count_held, shard_positions
 from megatron.dynamic_cp.repairs import cpu_backend
 from megatron.integrations.outside import Lanes, PlannedCollator, scaled_dot_product_attention, train_step
 from tests.distributed.bucket_attention import Shard, assert_equal_to_dense, attend

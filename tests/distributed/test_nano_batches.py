@@ -21,7 +21,7 @@ from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, Forwar
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane, PlacedPacks
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.pool.layer_pass import StepOrder, mirrored
 from megatron.dynamic_cp.pool.nano_batches import NanoBatchedLayer, NanoBatches, nano_batches_of_tokens
 from tests.distributed.faults import around

@@ -247,7 +247,7 @@ from examples.torch_device_mesh import Document, TinyTransformer, loss_sum, prob
 from dynamic_cp.types import Sample
 import megatron.integrations.outside.hugging_face
 from megatron.integrations.outside import Lanes, train_step
-from megatron.dynamic_cp.layout.packed_seq_params import PackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import PackedSeqParams
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
 lanes = Lanes.build(init_device_mesh("cpu", (1,)), problem_for(1))

@@ -20,8 +20,8 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import CAUSAL, CP_COMM_TYPES, PlanOptions, Sample
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.step.loss import sum_of_losses
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.step.schedule import sum_of_losses
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
 from tests.distributed.layouts import (

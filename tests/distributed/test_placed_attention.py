@@ -53,7 +53,7 @@ from megatron.dynamic_cp.data.micro_batches import COLUMNS, micro_batches, pack_
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.token_audit import check_tokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 from tests.distributed.emulated_lanes import Placed, attend_placed
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.naive_attention import (

@@ -22,7 +22,7 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import (
 )
 from megatron.dynamic_cp.groups import first_exchange as warm_up
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.pool import layer_pass
 from tests import patience
 from tests.distributed.harness import initialize_model_parallel, refuses, run_ranks

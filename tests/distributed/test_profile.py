@@ -116,7 +116,7 @@ def _emulated_ring() -> tuple[torch.Tensor, torch.Tensor]:
     import torch.distributed as dist
 
     from megatron.decide.calibration.sections import emulated, no_transfers
-    from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+    from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
     def params(seqlen: int) -> DynamicPackedSeqParams:
         return DynamicPackedSeqParams.build(

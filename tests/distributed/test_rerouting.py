@@ -16,7 +16,7 @@ from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import PlannedBatch, Sample
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.data.token_audit import combine, token_checksum
-from megatron.dynamic_cp.layout.sharding import shard_positions
+from megatron.dynamic_cp.packed_seq_params import shard_positions
 from megatron.integrations.foreign import rerouting
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper
 from megatron.integrations.foreign.rerouting import (

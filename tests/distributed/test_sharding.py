@@ -10,9 +10,14 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Sample
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.layout.sharding import packed_shard_positions, shard_positions, take_shard
 from megatron.dynamic_cp.model.self_attention import _TABLE_STEP_TOKENS, OneRotaryTable, rotary_cos_sin, rotate
+from megatron.dynamic_cp.packed_seq_params import (
+    DynamicPackedSeqParams,
+    ExchangeStats,
+    packed_shard_positions,
+    shard_positions,
+    take_shard,
+)
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import Layout, build_chunks, initialize_model_parallel

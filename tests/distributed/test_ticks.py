@@ -36,8 +36,8 @@ from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
-from megatron.dynamic_cp.pool import kind, lane_ticks
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.pool import lane_ticks, ticks
 from megatron.dynamic_cp.pool.lane_ticks import LaneTicks, Pool
 from megatron.dynamic_cp.pool.layer_pass import StepOrder
 from megatron.dynamic_cp.pool.ticks import check_config, check_number, layers_of, move_to, run_ticks
@@ -377,9 +377,9 @@ def swap_ticks() -> None:
 
 def forget_chunks() -> None:
     """Let the last stage run its micro-batches as if it had one chunk."""
-    real = kind.STEPS.pack
+    real = ticks.STEPS.pack
     if parallel_state.get_pipeline_model_parallel_rank() == 1:
-        kind.STEPS = kind.STEPS._replace(
+        ticks.STEPS = ticks.STEPS._replace(
             pack=lambda plan, stage, vp_size, rank_tokens: real(plan, stage, 1, rank_tokens)
         )
 

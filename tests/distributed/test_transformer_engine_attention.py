@@ -19,8 +19,7 @@ from dynamic_cp.types import CP_COMM_TYPES, FULL, CpCommType, Sample, Topology
 from megatron.dynamic_cp.attention.te.support import LACKS_MASKS, missing_exchanges, provider, why_no_masks
 from megatron.dynamic_cp.groups.attention_check import TOLERANCE, check_attention
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, packed_shard_positions
 from megatron.dynamic_cp.repairs import releases
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel

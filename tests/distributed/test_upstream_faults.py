@@ -43,8 +43,8 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 from megatron.dynamic_cp.data import micro_batches
 from megatron.dynamic_cp.flags.supported import check_supported
-from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.packed_seq_params import shard_positions
 from megatron.dynamic_cp.repairs import patches, releases
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks

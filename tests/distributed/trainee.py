@@ -12,7 +12,7 @@ from dynamic_cp.types import Plan, PlannedBatch, Sample
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, PackedStep, for_chunk, micro_batches, pack_step
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.step.schedule import run_schedule
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel

@@ -55,7 +55,7 @@ from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.thd import EXECUTORS, Attention, attention_thd
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, PackedStep, micro_batches, pack_step, shards_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
 from megatron.dynamic_cp.plans.planner import Planner
 from megatron.dynamic_cp.pool import layer_pass
 from megatron.integrations.post_training.caller_order import OUTPUTS, agreed_order
@@ -187,7 +187,7 @@ def attention(kernel: Any, rank: int) -> Notes:
             groups = build_groups(8)
         assert {place for place, _ in gpu.waits} <= {
             "megatron.dynamic_cp.groups.first_exchange:_check",
-            "megatron.dynamic_cp.layout.packed_seq_params:build",
+            "megatron.dynamic_cp.packed_seq_params:build",
         }
         with FakeGPU() as gpu:
             steps = [(CAUSAL, buckets_of_lanes(rank, 8) + placed_buckets(rank, 8))]

@@ -74,7 +74,7 @@ AT_START = {
     "megatron.dynamic_cp.groups.first_exchange:_check": Answer(
         why="what the first exchanges of a group brought", value=lambda variables: variables["expected"]
     ),
-    "megatron.dynamic_cp.layout.packed_seq_params:build": Answer(why="boundaries of warm-up packs"),
+    "megatron.dynamic_cp.packed_seq_params:build": Answer(why="boundaries of warm-up packs"),
     "megatron.trainer.setup.model:wrap_chunks": Answer(why="norms are made on the CPU"),
     "megatron.core.optimizer:_get_param_groups": Answer(why="megatron-core compares the kinds of parameters of ranks"),
     "megatron.core.optimizer.optimizer:__init__": Answer(why="megatron-core's flag of an overflow"),

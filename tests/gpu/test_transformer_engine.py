@@ -15,8 +15,7 @@ from dynamic_cp.types import Topology
 from megatron.dynamic_cp.attention.te.support import OLDEST, installed_version, release_of, shown
 from megatron.dynamic_cp.flags.fp8 import why_no_device
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, packed_shard_positions
 from tests.distributed import reference
 from tests.gpu.judge import (
     DEVICE,

@@ -26,7 +26,7 @@ from dynamic_cp.errors import CheckpointError
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.pricing.edges import ddp_bucket_size
 from megatron.dynamic_cp.repairs import patches
-from megatron.dynamic_cp.step.loss import sum_of_losses
+from megatron.dynamic_cp.step.schedule import sum_of_losses
 from megatron.trainer.checkpoints import checkpoint_files, interchange
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.index_once import index_once

@@ -13,9 +13,9 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.types import DataParallel, Problem
 from megatron.dynamic_cp.flags.shape import model_shape
-from megatron.dynamic_cp.measuring.machine import free_bytes
+from megatron.dynamic_cp.measuring import free_bytes
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.setup import memory
+from megatron.trainer.setup import planned_runtime
 from tests.trainer.commandline import command_line
 from tests.trainer.training_ranks import losses, run_command, train
 
@@ -25,7 +25,7 @@ CPU = load_hardware("cpu")
 def limit_of(extra, hbm_bytes, world_size=4):
     settings = parse_args(command_line(extra), world_size)
     shape = model_shape(settings.model, 264)
-    return memory.max_tokens_per_rank(settings.planning, shape, replace(CPU, hbm_bytes=hbm_bytes))
+    return planned_runtime.max_tokens_per_rank(settings.planning, shape, replace(CPU, hbm_bytes=hbm_bytes))
 
 
 def needed_bytes(extra, tokens, cp_size, distributed_optimizer=False):

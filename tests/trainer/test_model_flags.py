@@ -16,10 +16,9 @@ from dynamic_cp.search.planner_process import Request
 from dynamic_cp.types import CAUSAL, CP_COMM_TYPES, Lambda, LinearAttention, PlanOptions, Topology
 from megatron.dynamic_cp.flags.attention import STRETCHED, check_positions
 from megatron.dynamic_cp.flags.features import FUTURE_LOSS
-from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.flags.layout import pipeline_layers
 from megatron.dynamic_cp.flags.linear_attention import Parts, parts_of_layers
-from megatron.dynamic_cp.flags.shape import model_shape
+from megatron.dynamic_cp.flags.shape import layer_needs, model_shape
 from megatron.dynamic_cp.plans.plan_dump import RecordedPlans
 from megatron.trainer.checkpoints import interchange, loading
 from megatron.trainer.flags import derive

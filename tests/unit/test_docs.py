@@ -35,7 +35,7 @@ from megatron.dynamic_cp.flags.exclusions import EXCLUSIONS
 from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.integrations.weights.command import command as weights
 from megatron.trainer.flags.arguments import build_parser, parse_args
-from megatron.trainer.setup import memory
+from megatron.trainer.setup import planned_runtime
 from tests.unit.test_rooms import ROOMS
 from tools import feature_map, flags_page, make_drawings, quoted_figures
 
@@ -409,7 +409,9 @@ def test_training_commands_for_gpus_fit_an_h100() -> None:
                 continue
             settings = parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=8)
             shape = model_shape(settings.model, settings.data.vocab_size or 128256)
-            assert memory.max_tokens_per_rank(settings.planning, shape, load_hardware("h100")) >= 1024, block.name
+            assert planned_runtime.max_tokens_per_rank(settings.planning, shape, load_hardware("h100")) >= 1024, (
+                block.name
+            )
             looked_at += 1
     assert looked_at >= 3
 

@@ -125,9 +125,7 @@ def exact_plan(
                 best, best_s = found, found_s
     if best is None and best_s == float("inf") and not is_cut:
         raise InvalidInputError(
-            f"no plan with {first} .. {last} micro-batches exists for {len(samples)} samples: allow more micro-batches",
-            min_microbatches=first,
-            max_microbatches=last,
+            f"no plan with {first} .. {last} micro-batches exists for {len(samples)} samples: allow more micro-batches"
         )
     bound_s = min(bound_s, best_s)
     status: Literal["optimal", "limit"] = "limit" if is_cut and bound_s < best_s * (1 - TOLERANCE) else "optimal"
@@ -140,8 +138,7 @@ def _check_provable(samples: Sequence[Sample], cost_model: CostModel) -> None:
     if table.rank_token_multiple > 1:
         raise InvalidInputError(
             f"tokens of a rank are rounded to a multiple of {table.rank_token_multiple}, the exact search needs 1: "
-            "plan without sequence parallelism",
-            rank_token_multiple=table.rank_token_multiple,
+            "plan without sequence parallelism"
         )
     if not samples:
         raise InvalidInputError("the global batch has 0 samples, at least 1 is needed: give samples")

@@ -126,7 +126,6 @@ def bound_of_lengths(
             f"the longest sample has {seqlens[0]} tokens, a group of {ways.cp_sizes.max()} lanes with "
             f"{max_tokens_per_rank} tokens each holds {ways.longest.max()}: raise the limit or the largest CP size",
             seqlen=int(seqlens[0]),
-            max_seqlen=int(ways.longest.max()),
         )
     batch = _batch_of(lengths, table, topology, ways)
     bound = _bound(batch, ways, effort)

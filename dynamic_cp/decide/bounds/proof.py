@@ -48,14 +48,12 @@ def check_provable(samples: Sequence[Sample], cost_model: CostModel, exchanges: 
     if placed := [name for name in exchanges if is_placed(name)]:
         raise UnsupportedFeatureError(
             f"an exact search does not know plans with {' '.join(placed)}, which this batch may have: name another "
-            f"exchange (--cp-comm-type), or {_REMEDY}",
-            cp_comm_types=tuple(exchanges),
+            f"exchange (--cp-comm-type), or {_REMEDY}"
         )
     if topology.rank_token_multiple > 1:
         raise UnsupportedFeatureError(
             f"an exact search needs tokens of a rank that are not rounded, they are to a multiple of "
-            f"{topology.rank_token_multiple} (--sequence-parallel or FP8): {_REMEDY}",
-            rank_token_multiple=topology.rank_token_multiple,
+            f"{topology.rank_token_multiple} (--sequence-parallel or FP8): {_REMEDY}"
         )
     table, num_ways = cost_model.table, 0
     for k, held in enumerate(table.capacities):
@@ -67,9 +65,7 @@ def check_provable(samples: Sequence[Sample], cost_model: CostModel, exchanges: 
         raise UnsupportedFeatureError(
             f"an exact search proves batches of at most {MOST_CHOICES} choices, this one has {num_choices} "
             f"({len(samples)} samples x {num_rows} micro-batches x {num_ways} ways of groups): {_REMEDY}, or give "
-            "fewer samples",
-            num_choices=num_choices,
-            most_choices=MOST_CHOICES,
+            "fewer samples"
         )
 
 

@@ -419,8 +419,7 @@ def _check_seconds(measurements: Measurements) -> None:
             if not (0 < one.forward_s < np.inf and smallest <= one.backward_s < np.inf):
                 raise InvalidInputError(
                     f"a row of section {section} took {one.forward_s} s forward and {one.backward_s} s backward: "
-                    "nothing can be fitted to that, measure it again (without --resume)",
-                    section=section,
+                    "nothing can be fitted to that, measure it again (without --resume)"
                 )
 
 

@@ -169,8 +169,7 @@ class Measurements:
                 was, now = replace(was, source=""), replace(now, source="")
             if entry.name != "date" and was != now:
                 raise InvalidInputError(
-                    f"{path} was measured with {entry.name} {was}, this is {now}: leave --resume out to measure again",
-                    name=entry.name,
+                    f"{path} was measured with {entry.name} {was}, this is {now}: leave --resume out to measure again"
                 )
         return cls(setup=saved, sections=sections)
 

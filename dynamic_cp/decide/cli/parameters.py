@@ -15,10 +15,10 @@ import click
 from dynamic_cp.decide.cli.options import Names, Numbers, TokensOrAuto, option, options_in, options_of, taken
 from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models import catalog, layers
+from dynamic_cp.models import catalog
 from dynamic_cp.models.architecture import as_flags
+from dynamic_cp.models.catalog import hardware_of_layers, is_of_local_layers
 from dynamic_cp.models.flags import FP8_ALIGNMENTS, FP8_BLOCK, FP8_FORMATS, FP8_RECIPES
-from dynamic_cp.models.layers import hardware_of_layers, is_of_local_layers
 from dynamic_cp.setting import TP_OVERLAPS, TpOverlap
 from dynamic_cp.types import (
     AUTO,
@@ -691,10 +691,9 @@ class JobInput(RunInput):
             change = " or ".join(sizes_in(reason))
             ep = f" --ep {topology.ep_size}" if topology.ep_size > 1 else ""
             raise InvalidInputError(
-                f"--tp {topology.tp_size} --pp {topology.pp_size} --vpp {topology.vp_size}{ep}: {reason} "
-                f"(the model has {model.num_layers} layers, "
-                f"{model.num_attention_heads} heads, {model.num_query_groups} KV heads and an MLP of "
-                f"{model.ffn_hidden_size}, a node {topology.ranks_per_node} GPUs): change {change}"
+                f"--tp {topology.tp_size} --pp {topology.pp_size} --vpp {topology.vp_size}{ep}: {reason} (the model "
+                f"has {model.num_layers} layers, {model.num_attention_heads} heads, {model.num_query_groups} KV heads "
+                f"and an MLP of {model.ffn_hidden_size}, a node {topology.ranks_per_node} GPUs): change {change}"
             )
 
     @property
@@ -824,7 +823,7 @@ def why_local(model: str, hardware: str) -> str | None:
     """Return why a model, by name or file, trains with local layers; None: it trains with TransformerEngine's."""
     if is_of_local_layers(hardware):
         return f"hardware {hardware}"
-    return layers.why_local(as_flags(catalog.load_model(model), catalog.load_architecture(model)))
+    return catalog.why_local(as_flags(catalog.load_model(model), catalog.load_architecture(model)))
 
 
 def trained_hardware(model: str, hardware: str) -> str:

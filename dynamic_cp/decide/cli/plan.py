@@ -17,7 +17,7 @@ from dynamic_cp.decide.files import STDOUT, check_apart, check_writable, write_j
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError, did_you_mean
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import Hardware, Plan, PlannedBatch, PoolUse, Problem, Topology, counted
-from dynamic_cp.types.stage_layers import in_words
+from dynamic_cp.types.layers import in_words
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -57,7 +57,7 @@ def compared_policies(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name not in known:
             raise InvalidInputError(
-                f"policy {name!r} is unknown{did_you_mean(name, known)}: use some of {', '.join(known)}", policy=name
+                f"policy {name!r} is unknown{did_you_mean(name, known)}: use some of {', '.join(known)}"
             )
     if not names:
         raise InvalidInputError(f"0 policies are given, at least 1 is needed: use some of {', '.join(known)}")

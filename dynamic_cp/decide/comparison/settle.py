@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dynamic_cp.decide.comparison.values import Comparison, OtherPrice, PolicyOutcome
-from dynamic_cp.models.layers import is_of_local_layers
+from dynamic_cp.models.catalog import is_of_local_layers
 from dynamic_cp.setting import STATIC_POLICIES
 
 STEPS = 30

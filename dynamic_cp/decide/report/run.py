@@ -51,8 +51,7 @@ class RunRecord:
         for name, value in (("predicted_s", self.predicted_s), ("measured_s", self.measured_s)):
             if not 0 < value < math.inf:
                 raise DataError(
-                    f"iteration {self.iteration}: {name} is {value}, a number of seconds > 0 is needed: check the run",
-                    iteration=self.iteration,
+                    f"iteration {self.iteration}: {name} is {value}, a number of seconds > 0 is needed: check the run"
                 )
 
     @property
@@ -165,13 +164,11 @@ class MeasuredSpan:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise InvalidInputError(f"kind {self.kind!r} of a measured span is unknown: use F or B", kind=self.kind)
+            raise InvalidInputError(f"kind {self.kind!r} of a measured span is unknown: use F or B")
         if not 0 <= self.duration_s < float("inf") or not abs(self.start_s) < float("inf"):
             raise InvalidInputError(
                 f"a measured span starts at {self.start_s} s and takes {self.duration_s} s: "
-                "both must be finite and the duration at least 0",
-                start_s=self.start_s,
-                duration_s=self.duration_s,
+                "both must be finite and the duration at least 0"
             )
 
 

@@ -268,8 +268,7 @@ def _check_overlap(span: MeasuredSpan, following: MeasuredSpan, overlap_ns: int)
         )
         raise InvalidInputError(
             f"stage {span.stage}, lane {span.lane}: {first} and {second} overlap by {overlap_ns / 1e3:.1f} µs, "
-            "a rank runs one at a time: check the clock of the spans",
-            overlap_s=overlap_ns / 1e9,
+            "a rank runs one at a time: check the clock of the spans"
         )
 
 
@@ -310,8 +309,7 @@ def shown_lanes(lanes: range | None, num_lanes: int) -> range:
     if not lanes or lanes.step != 1 or lanes[0] < 0 or lanes[-1] >= num_lanes:
         raise InvalidInputError(
             f"lanes {lanes.start} .. {lanes.stop - 1} are asked for, the plan has 0 .. {num_lanes - 1}: "
-            "give a range inside",
-            num_lanes=num_lanes,
+            "give a range inside"
         )
     return lanes
 

@@ -22,7 +22,7 @@ from dynamic_cp.types import (
     PlanOptions,
     StateDtypes,
 )
-from dynamic_cp.types.stage_layers import flags_of
+from dynamic_cp.types.layers import flags_of
 
 _POLICY_FLAGS = {
     "dynamic": ("--dynamic-cp",),

@@ -157,8 +157,7 @@ def _won(race: _Race, space: Space, job: SweepJob, num_processes: int, with_othe
             reasons = ", ".join(f"{reason} ({number})" for reason, number in found[policies[0]].refused.items())
             raise MemoryLimitError(
                 f"none of the settings can run on {space.num_gpus} GPU{'s' * (space.num_gpus > 1)}: {reasons}; "
-                f"{what_helps(race.refused(policies[0]), space)}",
-                num_gpus=space.num_gpus,
+                f"{what_helps(race.refused(policies[0]), space)}"
             )
         other_prices = race.other_prices() if with_other_prices else ()
     recommended = _recommended(best)

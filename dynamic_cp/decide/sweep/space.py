@@ -17,7 +17,7 @@ from dynamic_cp.pool.prices import refuse_model
 from dynamic_cp.pricing.allowed import exchanges_of_policy
 from dynamic_cp.setting import POOL_POLICIES, Setting
 from dynamic_cp.types import EVERY_LAYER, CpCommType, ModelShape, RecomputedLayers, Topology, chunk_tokens, is_placed
-from dynamic_cp.types.stage_layers import is_level
+from dynamic_cp.types.layers import is_level
 
 MORE_ROOM = "use more GPUs or shorter samples (--max-seqlen)"
 _LIMIT_STEP = 256
@@ -76,9 +76,7 @@ class Space:
         if self.num_gpus > self.ranks_per_node and self.num_gpus % self.ranks_per_node:
             raise InvalidInputError(
                 f"{self.num_gpus} GPUs are not a whole number of nodes of {self.ranks_per_node}: "
-                "change --gpus or --ranks-per-node",
-                num_gpus=self.num_gpus,
-                ranks_per_node=self.ranks_per_node,
+                "change --gpus or --ranks-per-node"
             )
         if not self.recompute or set(self.recompute) - set(RECOMPUTED):
             raise InvalidInputError(

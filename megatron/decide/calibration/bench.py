@@ -20,10 +20,10 @@ from dynamic_cp.types import largest_power_of_two
 from megatron.decide.calibration.device import Place
 from megatron.decide.calibration.timing import Probe, Timer
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.measuring.machine import free_bytes
+from megatron.dynamic_cp.measuring import free_bytes
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.self_attention import use_one_rotary_table
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
 _SHORTEST = {"cuda": 256, "cpu": 64}
 

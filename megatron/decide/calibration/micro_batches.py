@@ -15,8 +15,8 @@ from megatron.decide.calibration.bench import Bench
 from megatron.decide.calibration.timing import Probe
 from megatron.dynamic_cp.data.micro_batches import micro_batches, pack_step
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
-from megatron.dynamic_cp.step import loss
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.step.schedule import forward_step
 
 NUM_MICRO_BATCHES = {"buckets": 4, "packs": 2, "held_out": 2}
 _TINY_TOKENS = 16
@@ -112,7 +112,7 @@ def micro_batch_probe(bench: Bench, section: str, seqlens: tuple[int, ...], cp_s
 
     def run() -> None:
         schedule(
-            forward_step_func=loss.forward_step,
+            forward_step_func=forward_step,
             data_iterator=micro_batches(packed, bench.groups, bench.device, "calibration", ExchangeStats()),
             model=bench.gpt.ddp,
             num_microbatches=NUM_MICRO_BATCHES[section],

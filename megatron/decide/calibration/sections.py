@@ -29,8 +29,8 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import RingShift
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import ring_pack
 from megatron.dynamic_cp.attention.thd import attention_thd
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.step import loss
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.step import schedule
 
 _EMULATED_SIZES = (2, 4, 8)
 _HOST_TOKENS = 16
@@ -134,7 +134,7 @@ def edges(bench: Bench) -> list[Measurement]:
         def head(hidden: Tensor = hidden, ids: Tensor = ids, mask: Tensor = mask) -> Tensor:
             hidden.grad = None
             logits, _ = gpt.output_layer(hidden)
-            return loss.sum_of_losses(mask, gpt.compute_language_model_loss(ids, logits))[0]
+            return schedule.sum_of_losses(mask, gpt.compute_language_model_loss(ids, logits))[0]
 
         def embedding(ids: Tensor = ids, places: Tensor = places) -> Tensor:
             out: Tensor = gpt.embedding(input_ids=ids, position_ids=places)

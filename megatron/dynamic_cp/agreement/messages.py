@@ -42,8 +42,7 @@ def encode_error(error: DynamicCPError) -> bytes:
 
 def decode(message: bytes, place: str, as_value: Callable[[Any], T]) -> T:
     """Return the value of a message, converted by `as_value`, or raise the DynamicCPError that the message holds. A
-    malformed message, or one that `as_value` refuses, raises DisagreementError with `place`, where it was found.
-    """
+    malformed message, or one that `as_value` refuses, raises DisagreementError with `place`, where it was found."""
     try:
         content = json.loads(message)
         if "error" not in content:
@@ -99,6 +98,5 @@ def _error(*, error: str, message: str, details: dict[str, Any]) -> DynamicCPErr
 def _no_message(message: bytes, place: str, reason: Exception) -> DisagreementError:
     return DisagreementError(
         f"no message of this program {place}: {message[:40]!r} ({type(reason).__name__}: {reason}); restart the job "
-        "and let no other program reach its ports (SECURITY.md)",
-        place=place,
+        "and let no other program reach its ports (SECURITY.md)"
     )

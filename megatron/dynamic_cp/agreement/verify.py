@@ -70,8 +70,7 @@ def publish_outcome(key: str, compute: Callable[[], Any], as_value: Callable[[An
     """Return what rank 0's `compute()` returned, on every rank; raise its DynamicCPError on every rank. Any other
     exception is a bug: rank 0 raises it as it is, and the others get its text instead of waiting. `key` is unique in
     the job and equal on all ranks. `compute` returns a JSON value, in which tuples become lists; `as_value` converts
-    it on every rank.
-    """
+    it on every rank."""
     store = job_store()
     if dist.get_rank() != 0:
         return messages.decode(_wait_for(store, key), f"under {key!r} in the job's store", as_value)
@@ -217,8 +216,7 @@ def run_on_rank_zero(compute: Callable[[], Any], as_value: Callable[[Any], T] = 
 def run_on_all_ranks(compute: Callable[[], T], device: torch.device | None = None) -> T:
     """Return this rank's `compute()`, or raise the DynamicCPError of the lowest failing rank on all ranks. Collective.
     Any other exception is a bug: its rank raises it as it is, the others get its text. `device` holds the
-    collective's tensors; None: what the job's backend needs.
-    """
+    collective's tensors; None: what the job's backend needs."""
     return agree(compute, None, device=device)
 
 
@@ -231,8 +229,7 @@ def agree(
 ) -> T:
     """Like `run_on_all_ranks`, and compare a digest of the value in the same collective of 24 bytes. `digest_of`
     returns the value's digest in hex; None compares nothing. If digests differ, all ranks raise a DisagreementError,
-    which says `what` differs.
-    """
+    which says `what` differs."""
     error = bug = value = None
     try:
         value = compute()

@@ -139,8 +139,7 @@ class RowGradients:
     def attend(self, pack: Pack, kv_2SHD: Tensor, total_2SHD: Tensor | None = None) -> Tensor:
         """Return the gradient of kv_2SHD from `pack`, added to `total_2SHD` if given, and add its rows' to
         `grad_q_THD`. A key or value gets one or two shares here, and the ring adds the rest: its own dtype is
-        enough. Where it gets more, from many packs or many sequences of one, give a float32 total.
-        """
+        enough. Where it gets more, from many packs or many sequences of one, give a float32 total."""
         grad, query, out, lse_TH = self._rows.of(pack.rows)
         key, value = _columns(kv_2SHD, pack)
         kernel = kernel_of(pack, self._kernel, query)

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynamic_cp.types import CAUSAL, FULL, Lambda, Mask, Rectangle, Sample
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, boundaries
-from megatron.dynamic_cp.layout.sharding import count_held, packed_shard_positions
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, boundaries, count_held, packed_shard_positions
 
 
 class RowBlock(NamedTuple):
@@ -39,8 +38,7 @@ class RowBlock(NamedTuple):
 
 class SeenKeys(NamedTuple):
     """What the rows of one rectangle see of its columns. `ranges` are two half-open ranges of columns for each row,
-    int32 [rows, 4] on the device; `blocks` the same on the host.
-    """
+    int32 [rows, 4] on the device; `blocks` the same on the host."""
 
     ranges: Tensor
     blocks: tuple[RowBlock, ...]
@@ -117,8 +115,7 @@ class Pack:
         key_ranges: NDArray[np.int32] | None = None,
     ) -> Pack:
         """Return the pack with its tensors on `device`; `column_seqlens` None: as many keys as queries. `mask` is that
-        of all rectangles, unless `key_ranges` makes the pack ranged.
-        """
+        of all rectangles, unless `key_ranges` makes the pack ranged."""
         row_seqlens = tuple(row_seqlens)
         column_seqlens = row_seqlens if column_seqlens is None else tuple(column_seqlens)
         ranged = key_ranges is not None
@@ -344,8 +341,7 @@ def _full_packs(
 def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list[Pack]:
     """Return the packs that this lane computes with the keys of its whole group, in the order of the sequences. Full
     attention and windows take one pack. Causal takes three, so that no key is twice in one: the diagonal squares of
-    the lane's two chunks of each sequence, the keys before the second chunk, and those before the first.
-    """
+    the lane's two chunks of each sequence, the keys before the second chunk, and those before the first."""
     size, rank = params.cp_group.size(), params.cp_group.rank()
     if params.mask == FULL:
         rows = [seqlen // size for seqlen in params.padded_seqlens]

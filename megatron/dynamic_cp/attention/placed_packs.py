@@ -24,8 +24,7 @@ from megatron.dynamic_cp.attention.packs import Pack, pairs_of_ranges, to_device
 
 class Message(NamedTuple):
     """Tokens exchanged with another `lane` of the bucket in one round: int64 indices of the rows and columns that this
-    lane works with, in the same order on both sides.
-    """
+    lane works with, in the same order on both sides."""
 
     lane: int
     rows: Tensor
@@ -95,8 +94,7 @@ class PlacedLane:
 
     def packs(self, device: torch.device, mask: Mask = CAUSAL) -> PlacedPacks:
         """Return the programme for layers with `mask`, with its tensors on `device`; samples may bring other masks.
-        Raises UnsupportedFeatureError: the plan was made for layers with other windows.
-        """
+        Raises UnsupportedFeatureError: the plan was made for layers with other windows."""
         masks = [sample.mask_in(mask) for sample in self.samples]
         seqlens = [sample.seqlen for sample in self.samples]
         programme = self.programme.of_layers(mask)
@@ -129,8 +127,7 @@ def build_placed_packs(
     programme: Programme, masks: Sequence[Mask], seqlens: Sequence[int], num_tokens: int, device: torch.device
 ) -> PlacedPacks:
     """Return a lane's programme with its tensors on `device`; masks and lengths are of the bucket's samples.
-    `num_tokens` counts the lane's tokens with padding.
-    """
+    `num_tokens` counts the lane's tokens with padding."""
     held = programme.held
     starts = np.array([one.place + (num_tokens if one.kind >= 0 else 0) for one in held], np.int64)
     lengths = np.array([one.num_tokens for one in held], np.int64)
@@ -175,8 +172,7 @@ def _packs_of_division(
     device: torch.device,
 ) -> Iterator[Pack]:
     """Yield a pack of the causal squares, one of full rectangles, and ranged packs. Rows with the same keys form one
-    rectangle, whichever homes they are from: few large rectangles, however finely homes are cut.
-    """
+    rectangle, whichever homes they are from: few large rectangles, however finely homes are cut."""
     squares: list[tuple[int, int]] = []
     full: dict[int, list[int]] = {}
     ranged: dict[int, list[int]] = {}

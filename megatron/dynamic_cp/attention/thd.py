@@ -18,8 +18,8 @@ from megatron.dynamic_cp.attention.mechanisms.collectives import AllGather, Head
 from megatron.dynamic_cp.attention.mechanisms.executor import Executor
 from megatron.dynamic_cp.attention.mechanisms.ring import LatentRing, LatentWidths, Ring, UpProjection
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.measuring.nvtx import attention_backward
+from megatron.dynamic_cp.measuring import attention_backward
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 EXECUTORS: dict[CpCommType, type[Executor] | None] = {
     "p2p": Ring,
@@ -52,9 +52,7 @@ def attention_thd(
         backend: one of `kernels.choice.BACKENDS`.
         softmax_offset_H: [heads], a score of each head that every token also sees, with a value of 0 (a learned sink).
 
-    Raises:
-        UnsupportedFeatureError: no kernel for these tensors, or see `executor_of`.
-    """
+    Raises UnsupportedFeatureError: no kernel for these tensors, or see `executor_of`."""
     kernel = kernel_for(q_THD, backend)
     out: Tensor = Attention.apply(q_THD, k_THD, v_THD, params, softmax_scale, kernel, softmax_offset_H)
     return out
@@ -78,9 +76,7 @@ def attention_from_latents(
             rotated].
         weight: projects latents up to keys without rotation and values, [heads * (content + value), latent].
 
-    Raises:
-        UnsupportedFeatureError: no kernel for these tensors.
-    """
+    Raises UnsupportedFeatureError: no kernel for these tensors."""
     kernel = kernel_for(q_THD, backend)
     out: Tensor = _FromLatents.apply(q_THD, latent_TC, rotated_TC, weight, widths, params, softmax_scale, kernel)
     return out[..., : widths.value]
@@ -88,21 +84,18 @@ def attention_from_latents(
 
 def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int, device: torch.device) -> Executor:
     """Return the executor for a micro-batch's CP group; heads are those of a tensor-parallel rank. Raises
-    UnsupportedFeatureError: the exchange is not built here, does not serve windows, or cannot share out these heads.
-    """
+    UnsupportedFeatureError: the exchange is not built here, does not serve windows, or cannot share out these heads."""
     assert params.cp_group is not None
     make = Ring if params.cp_group.size() == 1 else executor_class(params)
     if make is None:
         raise UnsupportedFeatureError(
             f"the plan asks for {params.cp_comm_type} at {params.label}, the torch attention "
-            f"has {', '.join(EXECUTORS)}: plan with one of those (--cp-comm-type)",
-            cp_comm_type=params.cp_comm_type,
+            f"has {', '.join(EXECUTORS)}: plan with one of those (--cp-comm-type)"
         )
     if isinstance(params.mask, Lambda) and params.cp_group.size() > 1 and not serving_windows([params.cp_comm_type]):
         raise UnsupportedFeatureError(
             f"the plan asks for {params.cp_comm_type} at {params.label}, which does not serve layers with a window: "
-            f"plan with {' or '.join(serving_windows())} (--cp-comm-type)",
-            cp_comm_type=params.cp_comm_type,
+            f"plan with {' or '.join(serving_windows())} (--cp-comm-type)"
         )
     return make(params, query_heads, kv_heads, device)
 

@@ -22,7 +22,7 @@ from megatron.dynamic_cp.attention.mechanisms.ring import LatentWidths
 from megatron.dynamic_cp.attention.thd import attention_from_latents, attention_thd
 from megatron.dynamic_cp.flags.attention import windows_of
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 def prepare_kernel(config: TransformerConfig, device: torch.device, *, ranges: bool = False) -> None:
     """Choose the kernels that attention of all kinds will use, log why, and check them on the device; at start-up.
     `ranges`: tokens will see ranges of keys, so the kernel for these is checked as well. Raises
-    UnsupportedFeatureError: no kernel can do what `config` asks for here, or one computes something else.
-    """
+    UnsupportedFeatureError: no kernel can do what `config` asks for here, or one computes something else."""
     of_tensors = device, config.params_dtype, config.kv_channels
     kernels = [choose_kernel(config.attention_backend.name, *of_tensors)]
     if ranges and not kernels[0].serves_ranges:
@@ -59,8 +58,7 @@ def prepare_kernel(config: TransformerConfig, device: torch.device, *, ranges: b
 
 class TorchTHDAttention(MegatronModule):
     """`attention_thd` as the module that megatron-core builds. Its `window` is None where a token sees all before it.
-    Raises UnsupportedFeatureError: attention dropout, or a mask other than causal.
-    """
+    Raises UnsupportedFeatureError: attention dropout, or a mask other than causal."""
 
     def __init__(
         self,
@@ -77,8 +75,7 @@ class TorchTHDAttention(MegatronModule):
         if dropout:
             raise UnsupportedFeatureError(
                 f"--attention-dropout {dropout} is not supported by the torch THD attention, only 0: "
-                "use --attention-dropout 0.0",
-                flag="--attention-dropout",
+                "use --attention-dropout 0.0"
             )
         if attn_mask_type != AttnMaskType.causal or attention_type != "self":
             raise UnsupportedFeatureError(
@@ -116,8 +113,7 @@ class TorchTHDAttention(MegatronModule):
         packed_seq_params: DynamicPackedSeqParams | None = None,
     ) -> Tensor:
         """Return the context [T, 1, heads * value dim] of shards query [T, heads, dim] and key [T, kv_heads, dim].
-        `value` is [T, kv_heads, value dim], at most as wide as keys (narrower in latent attention).
-        """
+        `value` is [T, kv_heads, value dim], at most as wide as keys (narrower in latent attention)."""
         params = DynamicPackedSeqParams.checked(packed_seq_params)
         params = params if self.window is None else params.with_mask(self.window)
         out_THD = attention_thd(

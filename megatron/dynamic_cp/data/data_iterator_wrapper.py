@@ -35,8 +35,8 @@ from megatron.dynamic_cp.data.micro_batches import (
 from megatron.dynamic_cp.data.prefetch import Packer
 from megatron.dynamic_cp.data.token_audit import check_tokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
-from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.measuring import span
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.plans.plan_source import FixedPlan, PlanSource, check_whole
 
 
@@ -49,18 +49,13 @@ class _Counted(NamedTuple):
 
 class StepData(_Counted):
     """The four values of Megatron's own wrapper, which loops unpack. `run` runs a step whose plan has a pool; None: one
-    of megatron-core's schedules does.
-    """
+    of megatron-core's schedules does."""
 
     run: RunStep | None = None
 
     @classmethod
     def of(
-        cls,
-        plan: LanePlan,
-        batches: Sequence[dict[str, Any]],
-        chunks: Sequence[ChunkNeeds],
-        run: RunStep | None = None,
+        cls, plan: LanePlan, batches: Sequence[dict[str, Any]], chunks: Sequence[ChunkNeeds], run: RunStep | None = None
     ) -> StepData:
         """Return the iterators of this rank's chunks over the micro-batches of a plan, and its counts."""
         facts = plan.facts
@@ -151,8 +146,7 @@ class DataIteratorWrapper:
     def wrap(self, step: int, samples: Sequence[Sample]) -> StepData:
         """Return the iterators and counts of global batch `step`. Collective over the job. `samples`: the global batch,
         the same on all ranks and in `look_ahead`, if that was called. Raises DynamicCPError: no plan, an illegal
-        one, ranks that disagree, or a sample that could not be read; the same on all ranks.
-        """
+        one, ranks that disagree, or a sample that could not be read; the same on all ranks."""
         if step not in self._requested:
             self.look_ahead(step, samples)
         self._requested.discard(step)
@@ -212,15 +206,14 @@ class DataIteratorWrapper:
             if bucket.is_placed:
                 raise IllegalPlanError(
                     f"the plan of step {step} has {bucket.cp_comm_type} on {bucket.cp_size} lanes in micro-batch "
-                    f"{index}: no lane of it counts the tokens of a sample, as routers to experts do; plan without it",
-                    cp_comm_type=bucket.cp_comm_type,
+                    f"{index}: no lane of it counts the tokens of a sample, as routers to experts do; plan without it"
                 )
         batch = GlobalBatch.of(samples)
         total = (len(batch), int(batch.seqlens.sum()))
         if (plan.facts.num_samples, plan.facts.seqlen_sum) != total:
             raise DisagreementError(
                 f"the plan of step {step} holds {plan.facts.num_samples} samples of {plan.facts.seqlen_sum} tokens, "
-                f"this rank's global batch {total[0]} of {total[1]}: all ranks must read the same data",
+                f"this rank's global batch {total[0]} of {total[1]}: all ranks must read the same data"
             )
         mine = GlobalBatch.of([sample for bucket in plan.buckets for sample in bucket.samples])
         known = batch.seqlens_of(mine.sample_ids)

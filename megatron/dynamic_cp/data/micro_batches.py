@@ -22,28 +22,19 @@ from torch.distributed import ProcessGroup
 from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_of, placed_share
-from dynamic_cp.types import (
-    CAUSAL,
-    STATE_EXCHANGES,
-    Bucket,
-    Causal,
-    CpCommType,
-    Full,
-    Sample,
-    StateExchange,
-    is_placed,
-)
+from dynamic_cp.types import CAUSAL, STATE_EXCHANGES, Bucket, Causal, CpCommType, Full, Sample, StateExchange, is_placed
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import (
+from megatron.dynamic_cp.packed_seq_params import (
     NUM_COLUMNS,
     DynamicPackedSeqParams,
     ExchangeStats,
     FutureColumns,
     Levels,
     boundaries,
+    packed_shard_positions,
+    take_shard,
 )
-from megatron.dynamic_cp.layout.sharding import packed_shard_positions, take_shard
 
 if TYPE_CHECKING:
     from megatron.dynamic_cp.attention.placed_packs import PlacedLane
@@ -78,15 +69,14 @@ def pool_steps(extension: object) -> PoolSteps | None:
     """Return what the pool, a leaf loaded only here, adds to a step whose plan has `extension`; None: no pool."""
     if not extension:
         return None
-    steps: PoolSteps = importlib.import_module("megatron.dynamic_cp.pool.kind").STEPS
+    steps: PoolSteps = importlib.import_module("megatron.dynamic_cp.pool.ticks").STEPS
     return steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkNeeds:
     """Which tensors a model chunk reads: the first of the pipeline tokens, the last labels and loss mask. `num_depths`
-    counts modules of multi-token prediction, which read tokens, too.
-    """
+    counts modules of multi-token prediction, which read tokens, too."""
 
     tokens: bool
     labels: bool
@@ -103,8 +93,7 @@ class ChunkNeeds:
 class PackedBucket:
     """A bucket without its tokens: padded lengths of its sequences over the whole group, one for an empty place.
     `seqlens` and `masked_samples` are as in `DynamicPackedSeqParams`. With `placed`, this lane's part of placed
-    attention, the padded lengths are the lane's.
-    """
+    attention, the padded lengths are the lane's."""
 
     first_lane: int
     cp_size: int
@@ -181,10 +170,8 @@ def pack_step(
         num_depths: modules of multi-token prediction on this rank.
         stage, vp_size: of the pipeline; only a pool uses them.
 
-    Raises:
-        DataError: a sample that is not as long as the plan says, or what `read_sample` raises.
-        UnsupportedFeatureError: a sample with a mask of its own, and multi-token prediction.
-    """
+    Raises DataError: a sample that is not as long as the plan says, or what `read_sample` raises. Raises
+    UnsupportedFeatureError: a sample with a mask of its own, and multi-token prediction."""
     packed, positions, read = packed_buckets(plan), [], []
     for bucket, of_lane in zip(plan.buckets, packed, strict=True):
         if num_depths:
@@ -270,8 +257,7 @@ def _packed(bucket: Bucket, plan: LanePlan, part: Any) -> PackedBucket:
 
 def shards_of(bucket: PackedBucket, lane: int) -> list[NDArray[np.int64]]:
     """Return, for each sequence of the pack, which of its tokens, from 0, each local token is. These are
-    `PackedStep.positions` if all samples are causal; with other masks several tokens may share a position.
-    """
+    `PackedStep.positions` if all samples are causal; with other masks several tokens may share a position."""
     if bucket.placed is not None:
         return bucket.placed.shards()
     shard = packed_shard_positions(bucket.padded_seqlens, bucket.cp_size, lane - bucket.first_lane)
@@ -287,8 +273,7 @@ def read_shard(
 ) -> dict[str, NDArray[Any]]:
     """Return COLUMNS of the local tokens, 0 in all of them for padding. `shards` are the tokens that this rank holds of
     each sequence, `places` their positions (`_positions`). "tokens 1", "labels 1" and so on are of the token 1 to
-    `num_depths` places later in the sample, 0 after its end.
-    """
+    `num_depths` places later in the sample, 0 after its end."""
     columns = defaultdict[str, list[NDArray[Any]]](list)
     held = zip(bucket.samples, shards, strict=False)
     read = [_read(sample, read_sample) if len(shard) else _EMPTY_PLACE for sample, shard in held]
@@ -315,9 +300,8 @@ def _read(sample: Sample, read_sample: ReadSample) -> HasTokens:
     lengths = [len(values.tokens), len(values.labels), len(values.loss_mask)]
     if lengths != [sample.seqlen] * 3:
         raise DataError(
-            f"sample {sample.sample_id} has {lengths[0]} tokens, {lengths[1]} labels and a loss mask of "
-            f"{lengths[2]}, its index says {sample.seqlen}: the data changed after it was indexed; restart to "
-            "index it again",
+            f"sample {sample.sample_id} has {lengths[0]} tokens, {lengths[1]} labels and a loss mask of {lengths[2]}, "
+            f"its index says {sample.seqlen}: the data changed after it was indexed; restart to index it again",
             sample_id=sample.sample_id,
         )
     return values
@@ -333,8 +317,7 @@ def micro_batches(
 ) -> Iterator[dict[str, Any]]:
     """Yield the micro-batches of a lane: [1, T] views of the step's tensors, and the packed-sequence parameters.
     `label` names the place in the run for errors, `stats` counts the bytes of their attention. Raises
-    InvalidInputError: a CP group was not built.
-    """
+    InvalidInputError: a CP group was not built."""
     # Find all groups before the first micro-batch is computed; with a pool, the pool's group serves all.
     pool = pool_steps(packed.extension)
     common = None if pool is None else pool.group(groups)

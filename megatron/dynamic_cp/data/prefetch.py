@@ -28,7 +28,7 @@ from dynamic_cp.errors import DataError, DynamicCPError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.search.planner_process import die_with_parent
 from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_step
-from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.measuring import span
 
 _LOOK_UP_S = 0.5
 _OF_BUS_ERROR = (
@@ -39,8 +39,7 @@ _OF_BUS_ERROR = (
 
 class Packer:
     """Packs one lane's steps in the order of submission; most arguments are as of `pack_step`. With `num_workers` 0 it
-    packs inside `take`. `pin_memory` returns page-locked memory, for copies to a GPU.
-    """
+    packs inside `take`. `pin_memory` returns page-locked memory, for copies to a GPU."""
 
     def __init__(
         self,

@@ -51,9 +51,7 @@ def shared_question(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -
     if len(prompt) < 2 or not responses or min(map(len, responses)) < 1:
         raise InvalidInputError(
             f"a prompt of {len(prompt)} tokens has {len(responses)} responses, the shortest of "
-            f"{min(map(len, responses), default=0)}: at least 2 tokens, and 1 response of 1 token are needed",
-            prompt=len(prompt),
-            responses=len(responses),
+            f"{min(map(len, responses), default=0)}: at least 2 tokens, and 1 response of 1 token are needed"
         )
     document = np.concatenate([prompt, *responses]).astype(np.int64)
     mask = SharedQuestion(len(prompt) - 1, tuple(map(len, responses)))
@@ -64,8 +62,7 @@ def shared_question(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -
 def sample_of(document: NDArray[np.int64], is_target: NDArray[np.bool_] | None, mask: Branches | None) -> SampleTokens:
     """Return the sample of a document, or of its beginning: all but its first token are labels. A learned token counts
     once for each branch that it is part of. `is_target` says which tokens are learned, None: all. With a `mask` of
-    branches, segments follow each other in the document, each with its first token that has a label.
-    """
+    branches, segments follow each other in the document, each with its first token that has a label."""
     tokens = document[:-1].copy()  # a view would share its memory with the labels
     loss_mask = np.ones(len(tokens), np.float32) if is_target is None else is_target[1:].astype(np.float32)
     if mask is not None:

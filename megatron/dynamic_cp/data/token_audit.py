@@ -64,10 +64,8 @@ def check_tokens(plan: LanePlan, packed: PackedStep, read_sample: ReadSample, wh
         packed: this rank's, in host memory; its `columns` is None on ranks that read nothing.
         read_sample: called again for the samples of buckets that begin at this lane.
 
-    Raises:
-        DisagreementError: they do not; on all ranks.
-        DynamicCPError: a sample could not be read again; on all ranks.
-    """
+    Raises DisagreementError: they do not; on all ranks. Raises DynamicCPError: a sample could not be read again; on all
+    ranks."""
 
     def both_sums() -> tuple[int, int]:
         if packed.columns is None or packed.loss_mask is None:

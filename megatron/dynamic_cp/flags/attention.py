@@ -47,22 +47,19 @@ class Windows(NamedTuple):
 def windows_of(config: Any) -> Windows:
     """Return the windows in flags or a config with `window_size`, `window_attn_skip_freq` and `num_layers`.
     `window_sink_tokens` is there in flags, and in configs that `set_sinks` has seen. Raises InvalidInputError:
-    values that cannot be. Raises UnsupportedFeatureError: a window that ends behind the token.
-    """
+    values that cannot be. Raises UnsupportedFeatureError: a window that ends behind the token."""
     size, skip = (getattr(config, name, None) for name in ("window_size", "window_attn_skip_freq"))
     sink = getattr(config, "window_sink_tokens", 0)
     if sink < 0:
         raise InvalidInputError(
             f"--window-sink-tokens is {sink}, the smallest allowed number is 0: give the first tokens of a sequence "
-            "that all see, such as 4, or leave it out",
-            window_sink_tokens=sink,
+            "that all see, such as 4, or leave it out"
         )
     if size is None:
         if sink:
             raise InvalidInputError(
                 f"--window-sink-tokens {sink} is for layers with a window, and there is none: give --window-size, or "
-                "leave it out",
-                window_sink_tokens=sink,
+                "leave it out"
             )
         if skip is not None:
             raise InvalidInputError(
@@ -73,13 +70,11 @@ def windows_of(config: Any) -> Windows:
     if len(size) != 2 or size[0] < 0:
         raise InvalidInputError(
             f"--window-size is {shown(size)}, two numbers are needed, tokens before (at least 0) and after (0): give "
-            "127,0 for a window of 128 tokens with the token itself, or leave it out for whole samples",
-            window_size=tuple(size),
+            "127,0 for a window of 128 tokens with the token itself, or leave it out for whole samples"
         )
     if size[1] != 0:
         raise UnsupportedFeatureError(
-            f"--window-size {shown(size)} shows {size[1]} tokens behind a token, attention is causal: give {size[0]},0",
-            window_size=tuple(size),
+            f"--window-size {shown(size)} shows {size[1]} tokens behind a token, attention is causal: give {size[0]},0"
         )
     return Windows(size[0] + 1, _checked_skip(skip, config.num_layers), sink)
 
@@ -101,8 +96,7 @@ def _checked_skip(skip: Any, num_layers: int) -> int | tuple[int, ...]:
     if len(skip) != num_layers or set(skip) - {0, 1}:
         raise InvalidInputError(
             f"--window-attn-skip-freq {shown(skip)} has {len(skip)} entries, the model has {num_layers} layers: "
-            f"{WINDOW_PATTERN}",
-            num_layers=num_layers,
+            f"{WINDOW_PATTERN}"
         )
     return tuple(skip)
 
@@ -123,23 +117,20 @@ STRETCHED = {
 
 def unrotated_layers(freq: Any, num_layers: int) -> tuple[int, ...] | None:
     """Return 1 (not rotated) or 0 for each layer, None where --no-rope-freq says nothing. `freq`: every so many-th
-    layer is not rotated, or 1 and 0 for each. Raises InvalidInputError: it does not fit the layers.
-    """
+    layer is not rotated, or 1 and 0 for each. Raises InvalidInputError: it does not fit the layers."""
     if freq is None or (isinstance(freq, int) and freq == 0):
         return None
     if isinstance(freq, int):
         if freq < 0 or num_layers % freq:
             raise InvalidInputError(
                 f"--no-rope-freq {freq} leaves every {freq}th layer without RoPE, and does not divide the {num_layers} "
-                f"layers: {ROTATION_PATTERN}",
-                num_layers=num_layers,
+                f"layers: {ROTATION_PATTERN}"
             )
         return ((0,) * (freq - 1) + (1,)) * (num_layers // freq)
     if len(freq) != num_layers or set(freq) - {0, 1}:
         raise InvalidInputError(
             f"--no-rope-freq {shown(freq)} has {len(freq)} entries, the model has {num_layers} layers: "
-            f"{ROTATION_PATTERN}",
-            num_layers=num_layers,
+            f"{ROTATION_PATTERN}"
         )
     return tuple(freq)
 
@@ -153,16 +144,14 @@ def check_norms(config: Any) -> None:
 def check_positions(flags: Any) -> None:
     """Check the flags of positions, of this trainer or of a checkout, against each other: none of them is ignored.
     Raises InvalidInputError: values that disagree. Raises UnsupportedFeatureError: a checkout whose release has no
-    flags for YaRN.
-    """
+    flags for YaRN."""
     kind = flags.position_embedding_type
     interpolation, is_scaled = flags.rotary_seq_len_interpolation_factor, flags.use_rope_scaling
     unrotated = unrotated_layers(flags.no_rope_freq, flags.num_layers)
     if interpolation is not None and interpolation < 1:
         raise InvalidInputError(
             f"--rotary-seq-len-interpolation-factor is {interpolation}, it must be at least 1: positions are divided "
-            "by it",
-            factor=interpolation,
+            "by it"
         )
     if is_scaled and not flags.rope_scaling_factor > 0:
         raise InvalidInputError(f"--rope-scaling-factor is {flags.rope_scaling_factor}, it must be greater than 0")
@@ -181,8 +170,7 @@ def check_positions(flags: Any) -> None:
         if is_on and kind not in kinds:
             raise InvalidInputError(
                 f"{flag} is for --position-embedding-type {' or '.join(kinds)}, this model has {kind}: leave one of "
-                "them out",
-                flag=flag,
+                "them out"
             )
     if kind == "yarn":
         _check_yarn(flags)
@@ -192,25 +180,20 @@ def _check_yarn(flags: Any) -> None:
     if not hasattr(flags, "yarn_beta_fast"):
         raise UnsupportedFeatureError(
             "--position-embedding-type yarn: this Megatron-LM has no flags for what YaRN needs to know, 0.19 has them: "
-            "take a newer checkout, or pretrain_gpt.py of this project",
-            flag="--position-embedding-type",
+            "take a newer checkout, or pretrain_gpt.py of this project"
         )
     factor = flags.rotary_scaling_factor
     if factor is None or factor <= 1:
         raise InvalidInputError(
             f"--position-embedding-type yarn stretches positions by --rotary-scaling-factor, which is "
-            f"{YARN['rotary_scaling_factor'][1] if factor is None else factor}: give one above 1, or rope",
-            factor=factor,
+            f"{YARN['rotary_scaling_factor'][1] if factor is None else factor}: give one above 1, or rope"
         )
     if flags.rotary_interleaved:
         raise InvalidInputError(
             "--rotary-interleaved: YaRN rotates halves: leave it out, or --position-embedding-type yarn"
         )
     if flags.rotary_percent != 1:
-        raise InvalidInputError(
-            f"--rotary-percent is {flags.rotary_percent}, YaRN rotates whole heads: leave it out",
-            rotary_percent=flags.rotary_percent,
-        )
+        raise InvalidInputError(f"--rotary-percent is {flags.rotary_percent}, YaRN rotates whole heads: leave it out")
 
 
 def set_window_rotary_base(config: Any, base: int | None) -> None:

@@ -64,8 +64,7 @@ class Exclusion(NamedTuple):
 def refuse_pairs(feature: str, config: Any, *, value: Any = None, called: str | None = None) -> None:
     """Refuse what `feature` (of `EXCLUSIONS`), which is on, is not run together with. `config` is flags or a
     configuration. The message has the `value` of the feature's flag, or calls it `called`. Raises
-    UnsupportedFeatureError: naming both features.
-    """
+    UnsupportedFeatureError: naming both features."""
     for exclusion in EXCLUSIONS[feature]:
         other = exclusion.said_by(config)
         if other is None:
@@ -360,10 +359,7 @@ NEEDS = (
         lambda flags: flags.wandb_project is not None,
     ),
     Need(("--eval-interval",), "--eval-iters", lambda flags: flags.eval_iters is not None),
-    Need(
-        ("--profile-step-start", "--profile-step-end", "--profile-ranks", "--use-pytorch-profiler"),
-        "--profile",
-    ),
+    Need(("--profile-step-start", "--profile-step-end", "--profile-ranks", "--use-pytorch-profiler"), "--profile"),
     Need(
         ("--profile-dir", "--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"),
         "--use-pytorch-profiler",
@@ -404,8 +400,7 @@ NEEDS = (
 def without_effect(flags: Any, *table: type) -> tuple[str, ...]:
     """Return a sentence for each flag that has no effect and that scripts for Megatron-LM carry all the same. `flags`
     are parsed arguments, before anything is filled in; `table` has classes of settings, which know the defaults.
-    Raises InvalidInputError: another flag has no effect.
-    """
+    Raises InvalidInputError: another flag has no effect."""
     rows = {row.names[0]: row for settings in table for row in flags_of(settings)}
     sentences = []
     for need in NEEDS:

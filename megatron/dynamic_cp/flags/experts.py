@@ -71,16 +71,14 @@ def may_place(flags: Any) -> bool:
 def check_experts(flags: Any) -> None:
     """Check the flags of experts against each other; `Topology` knows which lanes can share them. Raises
     InvalidInputError: numbers that do not fit each other. Raises UnsupportedFeatureError: routing that follows the
-    packing, or a dispatcher that is not built here.
-    """
+    packing, or a dispatcher that is not built here."""
     number = num_experts(flags)
     ep_size = flags.expert_model_parallel_size or 1
     if number is None:
         if ep_size > 1:
             raise InvalidInputError(
                 f"--expert-model-parallel-size {ep_size} shares out experts, and there are none: give --num-experts, "
-                "or leave it out",
-                ep_size=ep_size,
+                "or leave it out"
             )
         return
     if number < 1:
@@ -97,8 +95,7 @@ def check_experts(flags: Any) -> None:
         raise UnsupportedFeatureError(
             f"--cp-comm-type {exchange} with --moe-aux-loss-coeff {flags.moe_aux_loss_coeff} is not "
             f"supported: {WHY_NOT_PLACED}: take another exchange, or leave that loss out (experts are evenly loaded "
-            "with --moe-router-enable-expert-bias, too)",
-            flag="--cp-comm-type",
+            "with --moe-router-enable-expert-bias, too)"
         )
 
 
@@ -107,15 +104,10 @@ def _check_routing(flags: Any, number: int) -> None:
     if not 1 <= topk <= number:
         raise InvalidInputError(
             f"--moe-router-topk is {topk}, each token can have 1 to {number} of --num-experts {number}: change one of "
-            "them",
-            topk=topk,
-            num_experts=number,
+            "them"
         )
     if score not in SCORE_FUNCTIONS:
-        raise UnsupportedFeatureError(
-            f"--moe-router-score-function {score} is not supported: use softmax or sigmoid",
-            flag="--moe-router-score-function",
-        )
+        raise UnsupportedFeatureError(f"--moe-router-score-function {score} is not supported: use softmax or sigmoid")
     if topk == 1 and score == "softmax" and not flags.moe_router_pre_softmax:
         raise InvalidInputError(
             "--moe-router-topk 1 with a softmax over what was chosen gives every token the weight 1, and the router no "
@@ -135,18 +127,14 @@ def _check_routing(flags: Any, number: int) -> None:
         return
     if groups < 1 or number % groups:
         raise InvalidInputError(
-            f"--moe-router-num-groups {groups} does not divide --num-experts {number}: change one of them",
-            num_groups=groups,
-            num_experts=number,
+            f"--moe-router-num-groups {groups} does not divide --num-experts {number}: change one of them"
         )
     in_group = number // groups
     if not 1 <= group_topk <= groups or topk % group_topk or topk // group_topk > in_group:
         raise InvalidInputError(
             f"--moe-router-group-topk {group_topk} of {groups} groups of {in_group} experts cannot share "
             f"--moe-router-topk {topk} evenly: give at most {groups}, of which {topk} is a multiple and which have "
-            f"{topk} experts together",
-            group_topk=group_topk,
-            topk=topk,
+            f"{topk} experts together"
         )
 
 
@@ -161,13 +149,12 @@ def _check_losses(flags: Any) -> None:
         if name not in BALANCING:
             raise UnsupportedFeatureError(
                 f"--moe-router-load-balancing-type {name} is not supported: "
-                f"{_UNBALANCED.get(name, 'it is not known here')}; use {', '.join(BALANCING)}",
-                flag="--moe-router-load-balancing-type",
+                f"{_UNBALANCED.get(name, 'it is not known here')}; use {', '.join(BALANCING)}"
             )
     for name, values in (("--moe-aux-loss-coeff", coeffs), ("--moe-z-loss-coeff", [flags.moe_z_loss_coeff or 0.0])):
         for value in values:
             if not value >= 0:
-                raise InvalidInputError(f"{name} is {value}, it must be at least 0", value=value)
+                raise InvalidInputError(f"{name} is {value}, it must be at least 0")
 
 
 def _losses(flags: Any) -> tuple[list[str], list[float]]:
@@ -182,26 +169,21 @@ def _check_sizes(flags: Any, number: int, ep_size: int) -> None:
     if not is_power_of_two(ep_size):
         raise InvalidInputError(
             f"--expert-model-parallel-size is {ep_size}, lanes that share experts are blocks of 1, 2, 4, ...: give one "
-            "of those",
-            ep_size=ep_size,
+            "of those"
         )
     if number % ep_size:
         raise InvalidInputError(
-            f"--num-experts {number} is not a multiple of --expert-model-parallel-size {ep_size}: change one of them",
-            num_experts=number,
-            ep_size=ep_size,
+            f"--num-experts {number} is not a multiple of --expert-model-parallel-size {ep_size}: change one of them"
         )
     tp_size, expert_tp_size = flags.tensor_model_parallel_size, flags.expert_tensor_parallel_size
     if expert_tp_size not in (None, 1):
         raise UnsupportedFeatureError(
-            f"--expert-tensor-parallel-size {expert_tp_size} is not supported: experts are shared out whole; give 1",
-            flag="--expert-tensor-parallel-size",
+            f"--expert-tensor-parallel-size {expert_tp_size} is not supported: experts are shared out whole; give 1"
         )
     if tp_size > 1 and not flags.sequence_parallel:
         raise InvalidInputError(
             f"--tensor-model-parallel-size {tp_size} with experts needs --sequence-parallel, without which every rank "
-            "would route all tokens: add it",
-            tp_size=tp_size,
+            "would route all tokens: add it"
         )
 
 
@@ -210,8 +192,7 @@ def _check_parts(flags: Any) -> None:
     if dispatcher != DISPATCHER:
         raise UnsupportedFeatureError(
             f"--moe-token-dispatcher-type {dispatcher} is not supported: lanes have unlike numbers of tokens; use "
-            f"{DISPATCHER}",
-            flag="--moe-token-dispatcher-type",
+            f"{DISPATCHER}"
         )
     if flags.moe_shared_expert_intermediate_size is None and flags.moe_shared_expert_gate:
         raise InvalidInputError(

@@ -53,8 +53,7 @@ def has_biases(config: Any) -> bool:
 def check_activation(config: Any) -> None:
     """Check the activation in flags or a configuration, alone and with biases of experts. Raises InvalidInputError: two
     activations, or numbers for one that is not there. Raises UnsupportedFeatureError: what biases of experts were
-    not checked with.
-    """
+    not checked with."""
     given = [
         flag for flag in (_SQUARED, _GEGLU, QUICK_GEGLU, "--swiglu") if getattr(config, destination_of(flag), False)
     ]
@@ -66,20 +65,18 @@ def check_activation(config: Any) -> None:
             raise InvalidInputError(f"--swiglu and {QUICK_GEGLU} both say what the MLP computes: give one of them")
         if getattr(config, "gated_linear_unit", True) is False:
             raise UnsupportedFeatureError(
-                f"TransformerConfig.activation_func quick_gelu is for gated MLPs ({QUICK_GEGLU}): set "
-                "gated_linear_unit",
-                flag=QUICK_GEGLU,
+                f"TransformerConfig.activation_func quick_gelu is for gated MLPs ({QUICK_GEGLU}): set gated_linear_unit"
             )
         if getattr(config, "bias_activation_fusion", False):
             raise UnsupportedFeatureError(
-                f"{QUICK_GEGLU} with a fused activation was not checked: give --no-bias-gelu-fusion", flag=QUICK_GEGLU
+                f"{QUICK_GEGLU} with a fused activation was not checked: give --no-bias-gelu-fusion"
             )
         if clamp is not None and not clamp > 0:
             raise InvalidInputError(f"{_CLAMP} is {clamp}, it must be greater than 0: raise it or leave it out")
     elif hasattr(config, "quick_geglu"):  # flags; of a configuration such fields are refused by their names
         for flag, value in ((_CLAMP, clamp), (_OFFSET, offset or None)):
             if value is not None:
-                raise InvalidInputError(f"{flag} {value} is for {QUICK_GEGLU}: add it, or leave {flag} out", flag=flag)
+                raise InvalidInputError(f"{flag} {value} is for {QUICK_GEGLU}: add it, or leave {flag} out")
     if (getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)) and has_biases(config):
         refuse_pairs(BIASED_EXPERTS, config)
 
@@ -109,15 +106,13 @@ def qk_width(config: Any) -> int:
 
 def complete_latent_attention(flags: Any) -> None:
     """Fill in what flags of latent attention leave open, `kv_channels` among it; do nothing without it. Raises
-    InvalidInputError: flags of it without it, or values that disagree.
-    """
+    InvalidInputError: flags of it without it, or values that disagree."""
     if not has_latents(flags):
         for name in (*WIDTHS, "rope_type"):
             if getattr(flags, name) is not None:
                 raise InvalidInputError(
                     f"{flag_of(name)} {getattr(flags, name)} is for multi-latent attention: add {LATENTS}, or leave it "
-                    "out",
-                    name=name,
+                    "out"
                 )
         return
     for name, default in WIDTHS.items():
@@ -129,15 +124,13 @@ def complete_latent_attention(flags: Any) -> None:
     if flags.rope_type == "yarn" and (stretch is None or stretch <= 1):
         raise InvalidInputError(
             f"--rope-type yarn stretches positions by --rotary-scaling-factor, which is {stretch or 1.0}: give one "
-            "above 1, or rope",
-            factor=stretch,
+            "above 1, or rope"
         )
     together = qk_width(flags)
     if flags.kv_channels not in (None, together):
         raise InvalidInputError(
             f"--kv-channels is {flags.kv_channels}, --qk-head-dim {flags.qk_head_dim} and --qk-pos-emb-head-dim "
-            f"{flags.qk_pos_emb_head_dim} are together {together}: leave it out",
-            kv_channels=flags.kv_channels,
+            f"{flags.qk_pos_emb_head_dim} are together {together}: leave it out"
         )
     flags.kv_channels = together
 
@@ -145,23 +138,19 @@ def complete_latent_attention(flags: Any) -> None:
 def check_latent_attention(config: Any) -> None:
     """Check completed flags or a configuration for what latent attention cannot have, or was not checked with. Raises
     InvalidInputError: widths that cannot be. Raises UnsupportedFeatureError: another feature, which the message
-    names.
-    """
+    names."""
     if not has_latents(config):
         return
     together = qk_width(config)
     if config.qk_pos_emb_head_dim % 2:
         raise InvalidInputError(
-            f"--qk-pos-emb-head-dim is {config.qk_pos_emb_head_dim}, RoPE rotates pairs: give an even number",
-            width=config.qk_pos_emb_head_dim,
+            f"--qk-pos-emb-head-dim is {config.qk_pos_emb_head_dim}, RoPE rotates pairs: give an even number"
         )
     if config.v_head_dim > together or config.kv_channels != together:
         raise InvalidInputError(
             f"--v-head-dim is {config.v_head_dim} and --kv-channels {config.kv_channels}, queries and keys have "
             f"{together} channels (--qk-head-dim and --qk-pos-emb-head-dim): values may have at most as many, and "
-            "--kv-channels must be that",
-            v_head_dim=config.v_head_dim,
-            kv_channels=together,
+            "--kv-channels must be that"
         )
     refuse_pairs(LATENTS, config)
 
@@ -184,18 +173,16 @@ FUTURE_LOSS = "mtp_{} loss"
 def check_multi_token(config: Any) -> None:
     """Check flags or a configuration for what multi-token prediction cannot have, or was not checked with. Raises
     InvalidInputError: numbers that cannot be. Raises UnsupportedFeatureError: another feature, which the message
-    names.
-    """
+    names."""
     depths = getattr(config, "mtp_num_layers", None)
     if depths is not None and depths < 0:
-        raise InvalidInputError(f"{MODULES} is {depths}, it must be at least 0", mtp_num_layers=depths)
+        raise InvalidInputError(f"{MODULES} is {depths}, it must be at least 0")
     if not depths:
         return
     factor = config.mtp_loss_scaling_factor
     if factor is None or not 0 < factor < float("inf"):
         raise InvalidInputError(
-            f"--mtp-loss-scaling-factor is {factor}, it must be greater than 0: leave {MODULES} out for no such loss",
-            mtp_loss_scaling_factor=factor,
+            f"--mtp-loss-scaling-factor is {factor}, it must be greater than 0: leave {MODULES} out for no such loss"
         )
     refuse_pairs(MODULES, config, value=depths)
 
@@ -236,8 +223,7 @@ def adapters_of(flags: Any) -> Adapters | None:
 
 def check_adapters(flags: Any) -> None:
     """Refuse what was not checked together with adapters. Raises InvalidInputError: flags of adapters without adapters,
-    or layers that the model does not have. Raises UnsupportedFeatureError: another feature, which the message names.
-    """
+    or layers that the model does not have. Raises UnsupportedFeatureError: another feature, which the message names."""
     if flags.lora_rank is None:
         given = [flag_of(name) for name in _OF_ADAPTERS if getattr(flags, name) is not None]
         if given:

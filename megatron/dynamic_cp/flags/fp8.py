@@ -59,8 +59,7 @@ def gathers(config: Any) -> bool:
 
 def complete_fp8(flags: Any) -> None:
     """Fill in the recipe, and warn of one that follows the packing; do nothing without FP8. Raises InvalidInputError: a
-    recipe for nothing, or FP8 without bfloat16. Raises UnsupportedFeatureError: FP8 in local layers.
-    """
+    recipe for nothing, or FP8 without bfloat16. Raises UnsupportedFeatureError: FP8 in local layers."""
     if not is_on(flags):
         if flags.fp8_recipe is not None:
             raise InvalidInputError(
@@ -74,8 +73,7 @@ def complete_fp8(flags: Any) -> None:
     if flags.transformer_impl == "local":
         raise UnsupportedFeatureError(
             f"{FLAG} {flags.fp8} with --transformer-impl local is not supported: only TransformerEngine's layers "
-            "compute in FP8; leave one of them out",
-            flag=FLAG,
+            "compute in FP8; leave one of them out"
         )
     if flags.fp8_recipe == "delayed":
         logger.warning(
@@ -94,8 +92,7 @@ def check_fp8(config: Any) -> None:
     if recipe not in ALIGNMENTS:
         raise UnsupportedFeatureError(
             f"{RECIPE_FLAG} {recipe} is not supported: nobody knows how many tokens it needs; use one of "
-            f"{', '.join(ALIGNMENTS)}",
-            flag=RECIPE_FLAG,
+            f"{', '.join(ALIGNMENTS)}"
         )
     exclusions.refuse_pairs(FLAG, config)
 

@@ -29,8 +29,7 @@ def is_given(flags: Any, flag: str) -> bool:
 
 def pipeline_layers(flags: Any) -> PipelineLayers:
     """Return the layers of every chunk of every stage, () where all have the same number. Raises InvalidInputError:
-    layers that the other stages cannot share evenly.
-    """
+    layers that the other stages cannot share evenly."""
     pp_size, vp_size = flags.pipeline_model_parallel_size, flags.virtual_pipeline_model_parallel_size or 1
     own = {place: _value(flags, flag) for flag, place in _OWN.items() if is_given(flags, flag)}
     counted = [place for flag, place in _COUNTED.items() if is_given(flags, flag)]
@@ -45,9 +44,7 @@ def pipeline_layers(flags: Any) -> PipelineLayers:
     if left < 0 or (left % others if others else left) or (others and not left):
         raise InvalidInputError(
             f"{_said_stages(flags)} leave {left} of --num-layers {flags.num_layers} for {others} more stages of "
-            f"--pipeline-model-parallel-size {pp_size}, which share them evenly: change one of them",
-            num_layers=flags.num_layers,
-            pp_size=pp_size,
+            f"--pipeline-model-parallel-size {pp_size}, which share them evenly: change one of them"
         )
     stages = [left // others if others else 0] * pp_size
     for place, number in own.items():
@@ -55,11 +52,8 @@ def pipeline_layers(flags: Any) -> PipelineLayers:
     for number in stages:
         if number % vp_size:
             raise InvalidInputError(
-                f"{_said_stages(flags)} give a stage {number} layers, which its {vp_size} virtual stages "
-                "cannot share evenly: "
-                "change one of them",
-                num_layers=number,
-                vp_size=vp_size,
+                f"{_said_stages(flags)} give a stage {number} layers, which its {vp_size} virtual stages cannot share "
+                "evenly: change one of them"
             )
     return tuple((number // vp_size,) * vp_size for number in stages)
 
@@ -69,10 +63,7 @@ def _with_counted(flags: Any, counted: list[int], pp_size: int, vp_size: int) ->
     if total % (pp_size * vp_size):
         raise InvalidInputError(
             f"{_said_stages(flags)} make --num-layers {flags.num_layers} {total}, which {pp_size} stages of {vp_size} "
-            "chunks "
-            "cannot share evenly: change one of them",
-            num_layers=flags.num_layers,
-            chunks=pp_size * vp_size,
+            "chunks cannot share evenly: change one of them"
         )
     chunks = [[total // (pp_size * vp_size)] * vp_size for _ in range(pp_size)]
     for place in counted:
@@ -93,8 +84,7 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
     """Return `settings` with the sizes that its exchanges can have, checked against heads and nodes. Without a given
     `max_cp_size`, it becomes the largest that the one exchange of the run can serve. `query_heads` are those of a
     tensor-parallel rank. Raises InvalidInputError: an inner size or a CP size that the exchange cannot have; the
-    message has both numbers. Raises UnsupportedFeatureError: the exchange does not serve layers with windows.
-    """
+    message has both numbers. Raises UnsupportedFeatureError: the exchange does not serve layers with windows."""
     from dynamic_cp.mechanisms.transfers import lanes_in_one_node  # here: it imports numpy
 
     exchange, exchanges = settings.cp_comm_type, settings.exchanges
@@ -124,18 +114,12 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
         if cp_size > 1 and not serves(cp_size):
             raise InvalidInputError(
                 f"{flag} {cp_size} is a size that --cp-comm-type {exchange} cannot serve "
-                f"({rule}): use {' or '.join(map(str, [1, *served]))}, --cp-comm-type {always} or auto",
-                cp_size=cp_size,
-                query_heads=query_heads,
-                lanes_per_node=node_lanes,
+                f"({rule}): use {' or '.join(map(str, [1, *served]))}, --cp-comm-type {always} or auto"
             )
     if sizes and not served:
         raise InvalidInputError(
             f"--cp-comm-type {exchange} can serve none of the CP sizes 2 to {largest} "
-            f"({rule}): use --cp-comm-type {always} or auto",
-            largest=largest,
-            query_heads=query_heads,
-            lanes_per_node=node_lanes,
+            f"({rule}): use --cp-comm-type {always} or auto"
         )
     if served and settings.max_cp_size is None:
         return replace(settings, max_cp_size=served[-1])
@@ -148,10 +132,7 @@ def _check_serves_windows(settings: PlanningSettings, largest: int) -> None:
         others = [name for name in serving_windows() if settings.auto_places or not is_placed(name)] + ["auto"]
         raise UnsupportedFeatureError(
             f"--cp-comm-type {settings.cp_comm_type} does not serve layers with a window (--window-size), and CP sizes "
-            f"up to {most} are allowed: use --cp-comm-type {' or '.join(others)}, or "
-            "--max-dynamic-cp-size 1",
-            cp_comm_type=settings.cp_comm_type,
-            largest=most,
+            f"up to {most} are allowed: use --cp-comm-type {' or '.join(others)}, or --max-dynamic-cp-size 1"
         )
 
 
@@ -177,9 +158,5 @@ def _check_inner_sizes(
         if reason is not None:
             raise InvalidInputError(
                 f"--dynamic-cp-inner-sizes {size} is not possible: {reason}; give another size, or drop the flag to "
-                "allow every possible one",
-                inner_cp_size=size,
-                query_heads=query_heads,
-                lanes_per_node=node_lanes,
-                largest=largest,
+                "allow every possible one"
             )

@@ -75,11 +75,8 @@ def kind_of(config: Any) -> str | None:
 
 
 def linear_attention_of(config: Any) -> LinearAttention | None:
-    """Return the sizes of its layers of linear attention, None: there are none.
-
-    Args:
-        config: completed flags or a configuration.
-    """
+    """Return the sizes of its layers of linear attention, None: there are none. `config`: completed flags or a
+    configuration."""
     kind = kind_of(config)
     if kind not in (GATED_DELTA_NET, MAMBA):
         return None
@@ -100,11 +97,7 @@ def mamba_heads(config: Any) -> int:
 
 
 def parts_of_layers(config: Any) -> tuple[Parts, ...]:
-    """Return what each layer of the model has.
-
-    Args:
-        config: checked flags or a configuration.
-    """
+    """Return what each layer of the model has. `config`: checked flags or a configuration."""
     symbols = pattern_of(config)
     if symbols:
         return tuple(_OF_SYMBOL[symbol] for symbol in symbols)
@@ -120,11 +113,8 @@ def parts_of_layers(config: Any) -> tuple[Parts, ...]:
 
 
 def complete_linear_attention(flags: Any) -> None:
-    """Fill in what flags of linear attention leave open; sizes that say nothing are refused.
-
-    Raises:
-        InvalidInputError: flags of it without it, or a hidden size that Mamba-2's heads do not share evenly.
-    """
+    """Fill in what flags of linear attention leave open; sizes that say nothing are refused. Raises InvalidInputError:
+    flags of it without it, or a hidden size that Mamba-2's heads do not share evenly."""
     _check_one_kind(pattern_of(flags))
     kind = kind_of(flags)
     for sizes, own, remedy in (
@@ -137,15 +127,13 @@ def complete_linear_attention(flags: Any) -> None:
             elif kind != own:
                 raise InvalidInputError(
                     f"{flag_of(name)} {getattr(flags, name)} is for layers that this model does not have: {remedy}, or "
-                    "leave it out",
-                    name=name,
+                    "leave it out"
                 )
     if kind == MAMBA and flags.mamba_num_heads is None:
         if 2 * flags.hidden_size % flags.mamba_head_dim:
             raise InvalidInputError(
                 f"--mamba-head-dim {flags.mamba_head_dim} does not divide twice --hidden-size {flags.hidden_size}, "
-                "which is the width of all heads: change one of them or give --mamba-num-heads",
-                head_dim=flags.mamba_head_dim,
+                "which is the width of all heads: change one of them or give --mamba-num-heads"
             )
         flags.mamba_num_heads = 2 * flags.hidden_size // flags.mamba_head_dim
     if flags.linear_attention_freq is not None and flags.experimental_attention_variant is None:
@@ -156,24 +144,16 @@ def complete_linear_attention(flags: Any) -> None:
 
 
 def check_linear_attention(config: Any) -> None:
-    """Refuse what cannot be, and what was not checked together with linear attention.
-
-    Args:
-        config: completed flags or a configuration.
-
-    Raises:
-        InvalidInputError: layers or heads that do not fit.
-        UnsupportedFeatureError: another variant, or another feature, which the message names.
-    """
+    """Refuse what cannot be, and what was not checked together with linear attention. `config`: completed flags or a
+    configuration. Raises InvalidInputError: layers or heads that do not fit. Raises UnsupportedFeatureError: another
+    variant, or another feature, which the message names."""
     name, symbols = getattr(config, "experimental_attention_variant", None), pattern_of(config)
     if name is not None and ALIASES.get(name, name) != GATED_DELTA_NET:
-        raise UnsupportedFeatureError(f"{VARIANT} {unknown_variant(name)}", flag=VARIANT, field=VARIANT)
+        raise UnsupportedFeatureError(f"{VARIANT} {unknown_variant(name)}")
     if getattr(config, "is_hybrid_model", False) and not symbols:
         raise UnsupportedFeatureError(
             f"{PATTERN} (TransformerConfig.is_hybrid_model) without a pattern is not supported: give one, or leave it "
-            "out",
-            flag=PATTERN,
-            field="is_hybrid_model",
+            "out"
         )
     if symbols:
         _check_pattern(config, symbols)
@@ -211,17 +191,13 @@ def _check_matrices_in_fp8(config: Any, of_rank: LinearAttention) -> None:
             raise UnsupportedFeatureError(
                 f"{fp8.FLAG} with {of_rank.kind}: the {what} are {size} on a tensor-parallel rank, and "
                 f"{fp8.RECIPE_FLAG} {fp8.recipe_of(config)} needs a multiple of {multiple}: change "
-                f"--tensor-model-parallel-size, or leave {fp8.FLAG} out",
-                flag=fp8.FLAG,
+                f"--tensor-model-parallel-size, or leave {fp8.FLAG} out"
             )
 
 
 def check_state_exchange(config: Any, way: str) -> None:
-    """Refuse a way to share layers of linear attention where there are none.
-
-    Raises:
-        InvalidInputError: the message has the remedy.
-    """
+    """Refuse a way to share layers of linear attention where there are none. Raises InvalidInputError: the message has
+    the remedy."""
     if way != STATE_EXCHANGE_USES[0] and not is_on(config):
         raise InvalidInputError(
             f"--dynamic-cp-state-exchange {way} is for layers that this model does not have, those with linear "

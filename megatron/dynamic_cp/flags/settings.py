@@ -114,8 +114,7 @@ class PlanningSettings:
     )
     loss_chunk_tokens: int = flag(
         "LM head and loss over chunks of this many tokens, which backward computes again, instead of keeping the "
-        "logits of a whole micro-batch; auto: "
-        f"{AUTO_CHUNK_TOKENS} times TP; 0: all tokens at once",
+        f"logits of a whole micro-batch; auto: {AUTO_CHUNK_TOKENS} times TP; 0: all tokens at once",
         0,
         parse=tokens_or_auto,
         metavar="N|auto",
@@ -248,15 +247,10 @@ class PlanningSettings:
         )
 
     def options(
-        self,
-        max_tokens_per_rank: int | None = None,
-        left_out: tuple[CpCommType, ...] = (),
-        *,
-        has_masks: bool = False,
+        self, max_tokens_per_rank: int | None = None, left_out: tuple[CpCommType, ...] = (), *, has_masks: bool = False
     ) -> PlanOptions:
         """Return what the planner may do; a given `max_tokens_per_rank` replaces the settings' limit. `left_out` are
-        exchanges that `auto` does not choose from (`LayerChoice`); `has_masks`: samples bring masks.
-        """
+        exchanges that `auto` does not choose from (`LayerChoice`); `has_masks`: samples bring masks."""
         limit = self.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
         assert limit is not None, "found once memory is known"
         # Options take the values of settings that have the same name.

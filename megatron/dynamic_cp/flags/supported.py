@@ -52,9 +52,7 @@ class Unsupported:
 
     def error(self) -> UnsupportedFeatureError:
         where = f" (TransformerConfig.{self.field})" if self.field else ""
-        return UnsupportedFeatureError(
-            f"{self.flag}{where} is not supported: {self.reason}; leave it out", flag=self.flag, field=self.field
-        )
+        return UnsupportedFeatureError(f"{self.flag}{where} is not supported: {self.reason}; leave it out")
 
 
 _UNTESTED = "it is not among the features that were checked with a CP group per micro-batch"
@@ -185,16 +183,12 @@ def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
         if name not in possible:
             raise UnsupportedFeatureError(
                 f"--recompute-modules {name} is not supported: a {'' if has_experts else 'dense '}model "
-                f"{'with experts ' if has_experts else ''}has {', '.join(possible)}; give some of them",
-                flag="--recompute-modules",
-                name=name,
+                f"{'with experts ' if has_experts else ''}has {', '.join(possible)}; give some of them"
             )
     if "mlp" in names and getattr(config, "recompute_granularity", None) == "selective" and has_biases(config):
         raise UnsupportedFeatureError(
             "--recompute-modules mlp is not supported with biases: megatron-core recomputes the MLP's bias as well, "
-            "which so becomes its own input: backward never ends; add --disable-bias-linear, or leave mlp out",
-            flag="--recompute-modules",
-            name="mlp",
+            "which so becomes its own input: backward never ends; add --disable-bias-linear, or leave mlp out"
         )
     return tuple(names)
 
@@ -235,9 +229,7 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
         value = getattr(config, name)
         if value != default:
             raise UnsupportedFeatureError(
-                f"TransformerConfig.{name} is {value!r}, only {default!r} is supported: {_UNTESTED}; leave it out",
-                field=name,
-                value=repr(value),
+                f"TransformerConfig.{name} is {value!r}, only {default!r} is supported: {_UNTESTED}; leave it out"
             )
     _check_dtypes(config, plain)
 
@@ -246,14 +238,11 @@ def _check_dtypes(config: Any, plain: Any) -> None:
     if config.fp32_residual_connection and str(config.pipeline_dtype) not in ("None", "torch.float32"):
         raise UnsupportedFeatureError(
             f"--fp32-residual-connection with TransformerConfig.pipeline_dtype {config.pipeline_dtype}: stages send "
-            "each other the residual, set it to torch.float32",
-            flag="--fp32-residual-connection",
+            "each other the residual, set it to torch.float32"
         )
     for name in sorted(_DTYPE_FIELDS):
         value = getattr(config, name)
         if str(value) not in ("None", "torch.float32", "torch.bfloat16"):
             raise UnsupportedFeatureError(
-                f"TransformerConfig.{name} is {value}, its default is {getattr(plain, name)}: {_PRECISION}",
-                field=name,
-                value=repr(value),
+                f"TransformerConfig.{name} is {value}, its default is {getattr(plain, name)}: {_PRECISION}"
             )

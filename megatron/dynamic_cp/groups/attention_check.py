@@ -22,8 +22,7 @@ from dynamic_cp.types import Attention, CpCommType, is_placed, needs_latents
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.groups.first_exchange import possible_attentions
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, packed_shard_positions
 from megatron.dynamic_cp.repairs import releases
 
 TOLERANCE = 0.02
@@ -47,9 +46,7 @@ def check_attention(
         model: chunks of this rank.
         exchanges: that plans of the run may have.
 
-    Raises:
-        UnsupportedFeatureError: something else is computed; the same on every rank.
-    """
+    Raises UnsupportedFeatureError: something else is computed; the same on every rank."""
     named = (module for chunk in model for module in chunk.modules())
     attention = next((module for module in named if type(module).__name__ == "TransformerEngineAttention"), None)
     return run_on_all_ranks(lambda: "" if attention is None else _judge(attention, groups, exchanges, device), device)
@@ -141,8 +138,7 @@ def _judge(
         raise UnsupportedFeatureError(
             f"{attention.implementation} computes something else than attention here: {'; '.join(wrong.values())}. "
             f"Use {f'--cp-comm-type {right[0]}, ' if right else ''}--transformer-impl local or another version; "
-            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1 shows what TransformerEngine chose",
-            exchanges=tuple(wrong),
+            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1 shows what TransformerEngine chose"
         )
     return (
         f"attention of {attention.implementation} checked: {compared} exchanges at most {worst:.2g} of the norm away "

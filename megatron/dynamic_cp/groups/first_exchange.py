@@ -21,7 +21,7 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import (
     all_to_all_heads,
 )
 from megatron.dynamic_cp.attention.thd import executor_class
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels
 
 
 def possible_attentions(
@@ -61,9 +61,7 @@ def warm_up(
         ranks_per_node: messages are tried between any two ranks of a node.
         more: what other layers do over `group`.
 
-    Raises:
-        ExchangeError: a wrong number came, or none.
-    """
+    Raises ExchangeError: a wrong number came, or none."""
     params = DynamicPackedSeqParams.build(
         (2 * group.size(),),
         torch.zeros(2, dtype=torch.int64, device=device),
@@ -96,8 +94,7 @@ def _messages(
     own: Tensor, group: dist.ProcessGroup, ranks_per_node: int, params: DynamicPackedSeqParams
 ) -> tuple[Tensor, list[int]]:
     """Return the numbers received from the other ranks of the node, and those expected. Two ranks connect at their
-    first message, which would otherwise stall a step in the middle of its layers.
-    """
+    first message, which would otherwise stall a step in the middle of its layers."""
     nodes = [rank // ranks_per_node for rank in dist.get_process_group_ranks(group)]
     me = group.rank()
     others = [member for member, node in enumerate(nodes) if node == nodes[me] and member != me]

@@ -29,7 +29,7 @@ from dynamic_cp.types import BY_PLACEMENT, TRAITS, Attention, CpCommType, ModelS
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer
 from megatron.dynamic_cp.groups.first_exchange import possible_attentions, warm_up
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats, Levels
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats, Levels
 
 
 def lane_blocks(lane: int, num_lanes: int, min_size: int = 1, max_size: int | None = None) -> list[tuple[int, int]]:
@@ -67,10 +67,7 @@ def _new_group(lane_ranks: Sequence[int], timeout_s: float, lanes: range) -> dis
 
 
 def _groups_of_blocks(
-    blocks: Sequence[tuple[int, int]],
-    num_lanes: int,
-    has_placed: bool,
-    new_group: Callable[[range], dist.ProcessGroup],
+    blocks: Sequence[tuple[int, int]], num_lanes: int, has_placed: bool, new_group: Callable[[range], dist.ProcessGroup]
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
     """Return (first lane, size) -> group, ascending in size; for placed buckets also the group of all lanes."""
     # torch names a group by how many groups a rank has, so that of all lanes comes first.
@@ -185,9 +182,7 @@ class DynamicCPGroups:
             has_pool: plans may have a pool; ranks are then those of megatron-core's default order.
             has_linear_attention: lanes exchange heads or states of such layers by all-to-all, whatever attention does.
 
-        Raises:
-            InvalidInputError: megatron-core was built for another number of lanes or another rank order.
-        """
+        Raises InvalidInputError: megatron-core was built for another number of lanes or another rank order."""
         if lane_ranks is None:
             lane_ranks = _megatron_lane_ranks()
             _check_lanes(lane_ranks, topology)
@@ -233,8 +228,7 @@ class DynamicCPGroups:
         connect: Callable[..., None],
     ) -> DynamicCPGroups:
         """Return the groups after the first exchange of each, by `connect`, with the time and bytes that these took.
-        Groups outside `blocks` are for placed attention alone.
-        """
+        Groups outside `blocks` are for placed attention alone."""
         started = time.perf_counter()
         placed = [name for name in exchanges if is_placed(name)]
         # Blocks ascend in size, so all members of a group warm it after the same others.
@@ -261,11 +255,8 @@ class DynamicCPGroups:
         )
 
     def group(self, first_lane: int, cp_size: int) -> dist.ProcessGroup:
-        """Return the group of the block (first_lane, cp_size).
-
-        Raises:
-            InvalidInputError: no such group was built on this rank.
-        """
+        """Return the group of the block (first_lane, cp_size). Raises InvalidInputError: no such group was built on
+        this rank."""
         try:
             return self.groups[first_lane, cp_size]
         except KeyError:
@@ -277,29 +268,21 @@ class DynamicCPGroups:
             ) from None
 
     def around(self, first_lane: int, num_lanes: int) -> tuple[int, dist.ProcessGroup]:
-        """Return the first lane of the smallest group that holds these neighbouring lanes, and the group.
-
-        Raises:
-            InvalidInputError: no group does.
-        """
+        """Return the first lane of the smallest group that holds these neighbouring lanes, and the group. Raises
+        InvalidInputError: no group does."""
         last = first_lane + num_lanes
         holding = [(size, first) for first, size in self.groups if first <= first_lane and last <= first + size]
         if not holding:
             raise InvalidInputError(
                 f"lane {self.lane} has no CP group that holds lanes {first_lane} to {last - 1}; built: "
-                f"{sorted(self.groups)}; widen --max-dynamic-cp-size",
-                first_lane=first_lane,
-                num_lanes=num_lanes,
+                f"{sorted(self.groups)}; widen --max-dynamic-cp-size"
             )
         size, first = min(holding)
         return first, self.groups[first, size]
 
     def placed_levels(self, group: dist.ProcessGroup, inner_cp_size: int) -> Levels:
         """Return this lane's groups of a placed bucket: those who exchange heads, and `group`, which holds all lanes.
-
-        Raises:
-            InvalidInputError: no group of that inner size was built on this rank.
-        """
+        Raises InvalidInputError: no group of that inner size was built on this rank."""
         if inner_cp_size == 1:
             return None, group
         try:
@@ -307,16 +290,12 @@ class DynamicCPGroups:
         except KeyError:
             raise InvalidInputError(
                 f"lane {self.lane} has no group of {inner_cp_size} lanes that exchange heads around blocks; built: "
-                f"{sorted(self.inner_groups)}; widen --dynamic-cp-inner-sizes",
-                inner_cp_size=inner_cp_size,
+                f"{sorted(self.inner_groups)}; widen --dynamic-cp-inner-sizes"
             ) from None
 
     def levels(self, first_lane: int, cp_size: int, inner_cp_size: int) -> Levels:
         """Return this lane's groups of a bucket: those who exchange heads, and those who pass keys and values round.
-
-        Raises:
-            InvalidInputError: they were not built on this rank.
-        """
+        Raises InvalidInputError: they were not built on this rank."""
         if inner_cp_size == 1:
             return None, self.group(first_lane, cp_size)
         if inner_cp_size == cp_size:
@@ -327,10 +306,7 @@ class DynamicCPGroups:
             raise InvalidInputError(
                 f"lane {self.lane} has no groups for a2a+p2p with {inner_cp_size} inner lanes in the {cp_size} lanes "
                 f"from lane {first_lane}; built (first lane, size, inner size): {sorted(self.outer_groups)}; widen "
-                "--cp-comm-type or --dynamic-cp-inner-sizes",
-                first_lane=first_lane,
-                cp_size=cp_size,
-                inner_cp_size=inner_cp_size,
+                "--cp-comm-type or --dynamic-cp-inner-sizes"
             ) from None
 
     def describe(self) -> str:
@@ -348,8 +324,7 @@ class DynamicCPGroups:
 
 def _pool(topology: Topology, tp_rank: int, timeout_s: float) -> dist.ProcessGroup:
     """Return the group of all stages and lanes with this tensor-parallel rank; collective over the job. All ranks make
-    all of them: torch names a members-only group by how many a rank has, which differs between stages.
-    """
+    all of them: torch names a members-only group by how many a rank has, which differs between stages."""
     made = [
         dist.new_group(
             list(range(first, topology.world_size, topology.tp_size)),
@@ -364,8 +339,7 @@ def _pool(topology: Topology, tp_rank: int, timeout_s: float) -> dist.ProcessGro
 @contextlib.contextmanager
 def _members_only() -> Iterator[None]:
     """Let torch connect only the members of new groups. In a job initialized with a `device_id`, torch splits a group
-    off the job's communicator, and NCCL then waits for all ranks of the job, also for those that never come.
-    """
+    off the job's communicator, and NCCL then waits for all ranks of the job, also for those that never come."""
     world = dist.group.WORLD
     assert world is not None
     device, world.bound_device_id = world.bound_device_id, None
@@ -385,15 +359,11 @@ def _check_lanes(lane_ranks: list[int], topology: Topology) -> None:
     if len(lane_ranks) != topology.num_lanes:
         raise InvalidInputError(
             f"megatron-core has {len(lane_ranks)} data-parallel ranks, the topology {topology.num_lanes} lanes: "
-            "call initialize_model_parallel with context_parallel_size=1 and the same TP and PP sizes",
-            num_ranks=len(lane_ranks),
-            num_lanes=topology.num_lanes,
+            "call initialize_model_parallel with context_parallel_size=1 and the same TP and PP sizes"
         )
     strides = {second - first for first, second in pairwise(lane_ranks)}
     if strides - {topology.tp_size}:
         raise InvalidInputError(
             f"neighbouring lanes are {sorted(strides)} ranks apart, expected {topology.tp_size} (the TP size): "
-            "use megatron-core's default rank order, without --use-tp-pp-dp-mapping",
-            strides=sorted(strides),
-            expected=topology.tp_size,
+            "use megatron-core's default rank order, without --use-tp-pp-dp-mapping"
         )

@@ -120,8 +120,7 @@ _WITH_ADAPTER = {ColumnParallelLinear: AdaptedColumnParallelLinear, RowParallelL
 def train_adapters_only(chunk: Any, adapters: Adapters) -> None:
     """Give the layers of a model chunk adapters and freeze all else. Layers change their class, whichever spec built
     them: weights, names and places in a checkpoint stay. The embedding's output requires a gradient, because
-    recomputation repeats nothing without one.
-    """
+    recomputation repeats nothing without one."""
     chunk.requires_grad_(False)
     chunk.config.moe_router_bias_update_rate = 0.0  # biases of experts are no adapters
     for path, layer in list(chunk.named_modules()):

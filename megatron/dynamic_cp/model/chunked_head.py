@@ -29,8 +29,7 @@ OfHidden = Callable[[GPTModel, Tensor, Tensor], Tensor]
 
 class ChunkedHeadModel(GPTModel):
     """megatron-core's GPTModel, with losses over chunks where `set_loss_chunk` has set `config.loss_chunk_tokens`.
-    `token_outputs` computes what the last stage returns in place of losses; None: losses.
-    """
+    `token_outputs` computes what the last stage returns in place of losses; None: losses."""
 
     token_outputs: OfHidden | None = None
 
@@ -80,8 +79,7 @@ def loss_chunk_of(config: Any) -> int:
 class ChunkedHead(NamedTuple):
     """A head and what is computed of its logits, chunk by chunk, and differentiated by autograd. At most `chunk_tokens`
     tokens, of all TP ranks with sequence parallelism, have logits at once. `gathers`: whether TP ranks gather their
-    logits; None: as the layer was built.
-    """
+    logits; None: as the layer was built."""
 
     layer: ColumnParallelLinear
     of_logits: OfLogits
@@ -147,8 +145,7 @@ class _Chunked(torch.autograd.Function):
 
 class _WeightGradient:
     """The sum of the chunks' gradients: in DDP's buffer and precision, where the weight has one. `alias` is the weight
-    as a leaf of its own, so that hooks on the weight see the sum alone.
-    """
+    as a leaf of its own, so that hooks on the weight see the sum alone."""
 
     def __init__(self, weight: Tensor, *, is_needed: bool) -> None:
         self.alias, self._weight = weight.detach().requires_grad_(is_needed), weight
@@ -169,8 +166,7 @@ class _WeightGradient:
 
     def total(self) -> Tensor | None:
         """Return the part of the weight's gradient that autograd still has to add. Hooks that wait for one have to see
-        a tensor: zeros, or memory as it is where DDP is told not to add it.
-        """
+        a tensor: zeros, or memory as it is where DDP is told not to add it."""
         if self._main_grad is None or not self.alias.requires_grad:
             return self._sum
         if getattr(self._weight, "zero_out_wgrad", False) or not hasattr(self._weight, "grad_added_to_main_grad"):
@@ -191,8 +187,7 @@ def token_log_probs(
     """Return log-probs of the labels and entropies, both [1, T] in float32 and with gradients, over chunks of tokens.
     `layer` is the LM head, whose TP ranks have a share of the vocabulary each; `hidden`, `labels` and `weight` are
     as of `ChunkedHeadModel.token_losses`. At most `chunk_tokens` tokens have logits at once, divided by
-    `temperature` (> 0).
-    """
+    `temperature` (> 0)."""
     if not temperature > 0:
         raise InvalidInputError(f"temperature is {temperature}, it must be greater than 0")
 

@@ -35,8 +35,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron.dynamic_cp.flags.experts import aux_loss_coeff
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.layout.token_owners import TokenOwners, token_owners
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, TokenOwners, token_owners
 from megatron.dynamic_cp.repairs import releases
 
 
@@ -148,8 +147,7 @@ class DynamicCPRouter(TopKRouter):
 class LayerWithExperts(TransformerLayer):
     """megatron-core's layer, which hands the parameters of a micro-batch to its router. They travel as the padding
     mask, which megatron-core hands on as it is, also when experts are recomputed (--recompute-modules moe) after
-    another micro-batch has passed through the layer.
-    """
+    another micro-batch has passed through the layer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -207,8 +205,7 @@ class NumberedExperts(SequentialMLP):
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Return the weighted outputs of the experts, [tokens, hidden size]. `tokens` is [tokens, hidden size], those
-        of the first expert first; `tokens_per_expert` [experts here]; `probs` [tokens].
-        """
+        of the first expert first; `tokens_per_expert` [experts here]; `probs` [tokens]."""
         output, _ = super().forward(tokens, tokens_per_expert, probs, *args, **kwargs)
         if self.config.add_bias_linear:
             biases = torch.stack([expert.linear_fc2.bias for expert in self.local_experts])

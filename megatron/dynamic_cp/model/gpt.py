@@ -2,7 +2,7 @@
 
 megatron-core shifts tokens, labels and masks inside the model along its static CP group, which is wrong for a shard
 (gradients are 16 to 51% off). Here they come from columns shifted before sharding
-(`layout.packed_seq_params.FutureColumns`); the modules' layers are ours.
+(`packed_seq_params.FutureColumns`); the modules' layers are ours.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from dynamic_cp.models.flags import TransformerImpl
 from megatron.dynamic_cp.flags.linear_attention import parts_of_layers, pattern_of
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, FutureColumns
 from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel
 from megatron.dynamic_cp.model.layer_specs import layer_spec
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, FutureColumns
 from megatron.dynamic_cp.repairs import releases
 
 
@@ -45,8 +45,7 @@ class DynamicCPMultiTokenLayer(MultiTokenPredictionLayer):
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Return tokens and positions as they came, the mask of padding where megatron-core has one, the embeddings of
-        the later tokens, the hidden states.
-        """
+        the later tokens, the hidden states."""
         tokens, positions = future_of(packed_seq_params).inputs(self.layer_number)
         later = embedding(input_ids=tokens, position_ids=positions)
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
@@ -54,10 +53,7 @@ class DynamicCPMultiTokenLayer(MultiTokenPredictionLayer):
         return input_ids, position_ids, *masks, later, hidden_states
 
     def _checkpointed_forward(
-        self,
-        *args: Any,
-        packed_seq_params: DynamicPackedSeqParams | None = None,
-        **kwargs: Tensor | None,
+        self, *args: Any, packed_seq_params: DynamicPackedSeqParams | None = None, **kwargs: Tensor | None
     ) -> Tensor:
         """Recompute a whole module in backward; megatron-core takes the parameters of a pack for a tensor to save."""
         output: Tensor
@@ -89,8 +85,7 @@ def mtp_block_spec(
     config: TransformerConfig, vp_stage: int | None = None, *, transformer_impl: TransformerImpl = "local"
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the modules of this pipeline stage (chunk `vp_stage` of it), None where it has none. `transformer_impl` is
-    that of their layers and norms, as in `layer_specs.gpt_block_spec`.
-    """
+    that of their layers and norms, as in `layer_specs.gpt_block_spec`."""
     if not config.mtp_num_layers:
         return None
     # As in megatron-core, a module's layer is like the last one of the model, on whatever stage that is.
@@ -105,10 +100,8 @@ def mtp_block_spec(
 
 class DynamicCPGPTModel(ChunkedHeadModel):
     """megatron-core's GPTModel, but for chunks of the loss, and how multi-token prediction is trained. Evaluation
-    leaves the latter out. A loss counts where its label is of the same sample and counts. The gradient of each depth
-    is that of `mtp_loss_scaling_factor` / depths times the sum of its losses, divided by the tokens of the whole
-    job.
-    """
+    leaves the latter out. A loss counts where its label is of the same sample and counts. The gradient of each depth is
+    that of `mtp_loss_scaling_factor` / depths times the sum of its losses, divided by the tokens of the whole job."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -162,8 +155,7 @@ class DynamicCPGPTModel(ChunkedHeadModel):
     ) -> Tensor:
         """Return the hidden states [T, 1, hidden size], with the losses of all depths attached to their gradient.
         `shared` is the head's weight where it is the embedding's; `inputs` are GPTModel's other inputs for its
-        modules.
-        """
+        modules."""
         future, depths = future_of(params), self.config.mtp_num_layers
         names = "input_ids position_ids attention_mask rotary_pos_emb rotary_pos_cos rotary_pos_sin sequence_len_offset"
         given = {name: inputs.get(name) for name in names.split()}

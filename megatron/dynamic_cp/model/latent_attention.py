@@ -23,8 +23,8 @@ from torch import Tensor
 
 from dynamic_cp.types import needs_latents
 from megatron.dynamic_cp.attention.mechanisms.ring import LatentWidths
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.self_attention import OneRotaryTable, check_groups, cos_sin_at, rotate
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
 class DynamicCPLatentAttention(MLASelfAttention):
@@ -70,8 +70,7 @@ class DynamicCPLatentAttention(MLASelfAttention):
     def _projected_down(self, hidden_states: Tensor, params: DynamicPackedSeqParams) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [T, heads, qk width] of the heads of this TP rank, the normalized latent of keys and values
         (with sequence parallelism of a share of the tokens), and the rotated key [T, 1, 1, width] that all heads
-        share.
-        """
+        share."""
         config, cos_sin = self.config, self._cos_sin(params, hidden_states.dtype)
         content, rotated = config.qk_head_dim, config.qk_pos_emb_head_dim
         if config.q_lora_rank is None:
@@ -119,8 +118,7 @@ class DynamicCPLatentAttention(MLASelfAttention):
     def _latent(self, linear: Any, hidden_states: Tensor, width: int, more: int = 0) -> tuple[Tensor, Tensor]:
         """Return (the latent, `more` channels beside it) of a projection down. The latent is as the projection up takes
         it, with sequence parallelism a share of the tokens; the channels are of all tokens. megatron-core's own
-        layers share channels out over TP ranks; TransformerEngine's have all on each.
-        """
+        layers share channels out over TP ranks; TransformerEngine's have all on each."""
         combined, _ = linear(hidden_states)
         is_parallel = self.config.tensor_model_parallel_size > 1
         is_split = combined.shape[-1] != width + more

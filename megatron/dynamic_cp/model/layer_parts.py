@@ -21,8 +21,7 @@ _Change = Callable[[Tensor], Tensor]
 
 class TorchNorm:
     """Builds the norm that `config.normalization` names, over the last dim of size `hidden_size`. It is a class,
-    because megatron-core takes a function in a spec for the module itself.
-    """
+    because megatron-core takes a function in a spec for the module itself."""
 
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
@@ -127,8 +126,7 @@ def add_to_residual(training: bool, _fused: bool) -> _Added:
     """Return the function that adds the output of attention or MLP to a residual stream in float32. It is
     `get_bias_dropout_add` of layer specs for --fp32-residual-connection: what is added is rounded, the stream is
     not. megatron-core 0.16.1 rounds the stream in each addition. Norms read float32 and give what matrices take
-    (`TorchNorm`).
-    """
+    (`TorchNorm`)."""
 
     def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
         x, bias = x_with_bias
@@ -141,8 +139,7 @@ def add_to_residual(training: bool, _fused: bool) -> _Added:
 def change_outputs(chunk: Any, flags: Any) -> None:
     """Hook norms and factors behind parts of a model chunk, where `flags` say so (`flags.features`). A layer keeps
     these norms as `post_self_attn_layernorm` and `post_mlp_layernorm`, also in checkpoints. The configuration has
-    the factor of attention's scores.
-    """
+    the factor of attention's scores."""
     said, config = changed_outputs(flags), chunk.config
     for layer in chunk.decoder.layers:
         for name, part in (("post_self_attn_layernorm", layer.self_attention), ("post_mlp_layernorm", layer.mlp)):

@@ -28,8 +28,7 @@ def gpt_block_spec(
     config: TransformerConfig, vp_stage: int | None = None, *, transformer_impl: TransformerImpl = "local"
 ) -> TransformerBlockSubmodules:
     """Return the block of this pipeline stage (chunk `vp_stage` of it), with our self-attention and core attention.
-    `transformer_impl`: megatron-core's local layers with torch's norms, or its layers of TransformerEngine.
-    """
+    `transformer_impl`: megatron-core's local layers with torch's norms, or its layers of TransformerEngine."""
     patches.repair_gathered_logits()
     _, norm = layer_spec(config, transformer_impl)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -45,8 +44,7 @@ def layer_spec(
     if fp8.is_on(config) and transformer_impl == "local":
         raise UnsupportedFeatureError(
             f"{fp8.FLAG} {config.fp8} with local layers is not supported: only TransformerEngine's compute in FP8; "
-            "leave it out",
-            flag=fp8.FLAG,
+            "leave it out"
         )
     make = _local_layer if transformer_impl == "local" else _transformer_engine_layer
     layer, norm = make(config, config.num_moe_experts if parts.mlp == "experts" else None)
@@ -87,8 +85,7 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[Mo
 def _transformer_engine_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
     if config.multi_latent_attention:
         raise UnsupportedFeatureError(
-            "--multi-latent-attention with layers of TransformerEngine is not supported: use --transformer-impl local",
-            flag="--multi-latent-attention",
+            "--multi-latent-attention with layers of TransformerEngine is not supported: use --transformer-impl local"
         )
     # Here: neither can be built without TransformerEngine.
     from megatron.core.extensions.transformer_engine import TENorm
@@ -115,8 +112,7 @@ def _route_by_sample(layer: ModuleSpec, num_experts: int | None) -> None:
 
 def _attend_linearly(layer: ModuleSpec, config: TransformerConfig) -> None:
     """Give a layer linear attention, with matrices of the same classes as those of its attention. Tensors are named as
-    in TransformerEngine's layers, which fuse the norm.
-    """
+    in TransformerEngine's layers, which fuse the norm."""
     from megatron.dynamic_cp.model.linear_layers import LOCAL, DynamicCPGatedDelta, DynamicCPMamba, Projections
 
     is_mamba = linear_attention.kind_of(config) == linear_attention.MAMBA

@@ -30,10 +30,10 @@ from megatron.dynamic_cp.attention.linear.layer import computed_again
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.attention.packs import exact_dtype
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.adapters import NAME, OUTER
 from megatron.dynamic_cp.model.layer_parts import TorchNorm
 from megatron.dynamic_cp.model.self_attention import check_groups
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 Offsets = tuple[tuple[int, int, int], ...]
 TOGETHER = "convolved"

@@ -21,7 +21,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.flags import ROTARY
 from dynamic_cp.plans.padding import round_up
 from megatron.dynamic_cp.flags.attention import concentration, windows_of
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 _TABLE_STEP_TOKENS = 4096
 _GROUPS = ("tp", "cp", "pp", "ep", "expt_tp")
@@ -42,8 +42,7 @@ class OneRotaryTable(torch.nn.Module):
 
     def forward(self, max_seq_len: int, **_unused: Any) -> Tensor | tuple[Tensor, float]:
         """Return the angles of at least `max_seq_len` positions, float32 [positions, 1, 1, rotary dim]; with YaRN also
-        its concentration, which GPTModel expects and drops: layers have it from their configuration.
-        """
+        its concentration, which GPTModel expects and drops: layers have it from their configuration."""
         if self.table is None or len(self.table) < max_seq_len:
             found = self.rotary.get_emb(round_up(max_seq_len, _TABLE_STEP_TOKENS))
             self.table, self.concentration = found if isinstance(found, tuple) else (found, None)
@@ -52,8 +51,7 @@ class OneRotaryTable(torch.nn.Module):
 
 def use_one_rotary_table(model: torch.nn.Module) -> None:
     """Give a GPTModel its `OneRotaryTable`, and its layers with a window theirs, where these have a base of their own.
-    Does nothing without RoPE, or where each layer has its own.
-    """
+    Does nothing without RoPE, or where each layer has its own."""
     if getattr(model, "position_embedding_type", None) not in ROTARY or not hasattr(model, "rotary_pos_emb"):
         return
     rotary = model.rotary_pos_emb
@@ -117,8 +115,7 @@ def check_groups(given: ProcessGroupCollection | None) -> None:
     """Check the groups that a layer is built with, if it is given any. CP groups, plans and some of megatron-core's
     code follow megatron-core's own groups, whatever a model was given: masks of padding, recomputed activations and
     cross-attention would silently be those of other ranks. Raises UnsupportedFeatureError: one of them has other
-    ranks than megatron-core's.
-    """
+    ranks than megatron-core's."""
     if given is None:
         return
     own = ProcessGroupCollection.use_mpu_process_groups([name for name in _GROUPS if hasattr(given, name)])
@@ -131,8 +128,7 @@ def check_groups(given: ProcessGroupCollection | None) -> None:
             raise UnsupportedFeatureError(
                 f"the model's pg_collection.{name} has the ranks {ranks}, megatron-core's own group of this rank "
                 f"{_ranks_of(expected)}: leave pg_collection out, or initialize_model_parallel with the layout of the "
-                "model",
-                field=f"pg_collection.{name}",
+                "model"
             )
 
 
@@ -183,8 +179,7 @@ class DynamicCPSelfAttention(SelfAttention):
         self, hidden_states: Tensor, rotary_pos_emb: Tensor | None, params: DynamicPackedSeqParams
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return queries, keys and values, [T, heads, dim] each, and the gate of the output, if any; arguments as of
-        `forward`.
-        """
+        `forward`."""
         if rotary_pos_emb is not None and self._rotates:
             self._rotary = self._angles(rotary_pos_emb, params, hidden_states.dtype)
         try:

@@ -34,8 +34,7 @@ PLANS, ITERATIONS, RUN = "plans.jsonl", "iterations.jsonl", "run.json"
 
 class JsonLines:
     """A file that gets a JSON object per line; a full disk ends the file with a warning, not the run. Raises OSError if
-    it cannot be written from the start.
-    """
+    it cannot be written from the start."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -59,8 +58,7 @@ class JsonLines:
 
 class RunDump:
     """Writes rank 0's files of a run's dump into `folder`, which it makes; `about` goes into `run.json`. Raises OSError
-    if it cannot be written.
-    """
+    if it cannot be written."""
 
     def __init__(self, folder: str, about: Mapping[str, Any]) -> None:
         self._plans = JsonLines(os.path.join(folder, PLANS))
@@ -95,8 +93,7 @@ def spans_path(folder: str, rank: int) -> str:
 
 class RecordedPlans:
     """The plans of a dump, in place of a planner. Topology and options are this run's, `layer_masks` its model's
-    (`ModelShape.layer_masks`). Raises DataError if there is no dump in `folder`.
-    """
+    (`ModelShape.layer_masks`). Raises DataError if there is no dump in `folder`."""
 
     def __init__(
         self, folder: str, topology: Topology, options: PlanOptions, layer_masks: tuple[Mask, ...] = (CAUSAL,)

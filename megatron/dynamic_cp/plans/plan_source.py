@@ -91,10 +91,7 @@ class PlanSource:
 
     def request(self, step: int, samples: Sequence[Sample]) -> None:
         """Ask for the plan of `step`; returns immediately. All ranks ask for the same steps in the same order.
-
-        Args:
-            samples: the global batch; only rank 0's are looked at.
-        """
+        `samples`: the global batch; only rank 0's are looked at."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._fetch_all, name="dynamic-cp-plans", daemon=True)
             self._thread.start()
@@ -105,11 +102,8 @@ class PlanSource:
 
     def take(self, step: int) -> LanePlan:
         """Return the plan of `step`, which was requested. Every rank takes every step, in the same order, with a
-        collective of all ranks between two of them (a plan is removed when the next one is taken).
-
-        Raises:
-            DynamicCPError: there is no plan, the same error on every rank; or this rank could not get it.
-        """
+        collective of all ranks between two of them (a plan is removed when the next one is taken). Raises
+        DynamicCPError: there is no plan, the same error on every rank; or this rank could not get it."""
         started_s = time.monotonic()
         outcome = self._wait_for(step, started_s)
         self.wait_s = time.monotonic() - started_s
@@ -203,15 +197,9 @@ class PlanSource:
 
 
 def check_whole(step: int, whole: Plan, part: LanePlan, samples: Sequence[Sample]) -> None:
-    """Judge the whole plan of `step`, and compare it with the part that this lane has of it.
-
-    Args:
-        samples: the global batch; none where this rank does not know it.
-
-    Raises:
-        IllegalPlanError: the plan breaks a rule, or does not hold `samples`.
-        DisagreementError: the part is of another plan.
-    """
+    """Judge the whole plan of `step`, and compare it with the part that this lane has of it. `samples`: the global
+    batch; none where this rank does not know it. Raises IllegalPlanError: the plan breaks a rule, or does not hold
+    `samples`. Raises DisagreementError: the part is of another plan."""
     if samples:
         check_plan(whole, samples)
     digest = serialize.digest(whole)
@@ -269,9 +257,7 @@ def warm_up(source: PlanSource, max_seqlen: int, more: Sequence[Sample] = ()) ->
     Returns:
         Seconds that it took.
 
-    Raises:
-        DynamicCPError: rank 0 found no plan; the same error on every rank.
-    """
+    Raises DynamicCPError: rank 0 found no plan; the same error on every rank."""
     started_s = time.monotonic()
     for step, batch in enumerate((_synthetic_batch(max_seqlen, source.topology.num_lanes), more)):
         if len(batch):

@@ -91,11 +91,8 @@ class Planner:
             self._thread.start()
 
     def submit(self, key: str, samples: Sequence[Sample], hardware: Hardware | None = None) -> None:
-        """Have a global batch planned and published under `key`; returns immediately when planning ahead.
-
-        Args:
-            hardware: what the cost model is to use; None = the problem's.
-        """
+        """Have a global batch planned and published under `key`; returns immediately when planning ahead. `hardware`:
+        what the cost model is to use; None = the problem's."""
         wants_whole = self._publish_whole or self._on_answer is not None
         request = Request.of(key, samples, wants_whole=wants_whole, hardware=hardware)
         with self._changed:
@@ -111,8 +108,7 @@ class Planner:
     def fall_back(self, key: str, why: str) -> None:
         """Have the static plan published for `key`, or in a strict run the error, unless it has its plan by now. Called
         by whoever waited too long, perhaps repeatedly. The planner process is ended; a new one takes the other
-        requests. Takes no lock and does not touch the store: the planner's thread may wait inside it.
-        """
+        requests. Takes no lock and does not touch the store: the planner's thread may wait inside it."""
         if key in self._waiting and key not in self._given_up:
             self._given_up[key] = why
             if self._process is not None:

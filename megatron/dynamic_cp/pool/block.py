@@ -28,14 +28,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from dynamic_cp.pool.layer_steps import NUM_NANO_BATCHES
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.pool.nano_batches import Attend, Beside, Launch, NanoBatchedLayer, NanoBatches, Wait
 
 
 def run_blocks_in_nano_batches(model: Sequence[torch.nn.Module]) -> None:
     """Make the blocks of a stage run nano-batched micro-batches in nano-batches. GPTModel names the class of its block
-    itself, so the blocks that it made are given the other class.
-    """
+    itself, so the blocks that it made are given the other class."""
     for module in (module for chunk in model for module in chunk.modules()):
         if type(module) is TransformerBlock:
             module.__class__ = BlockInNanoBatches
@@ -100,8 +99,7 @@ class _Begun(NamedTuple):
 
 class _Kept(NamedTuple):
     """What a layer is computed again from, [nano-batch]: its input, and states of random numbers behind its attention,
-    none where it draws none.
-    """
+    none where it draws none."""
 
     states: list[Tensor]
     random: list[Any]
@@ -109,8 +107,7 @@ class _Kept(NamedTuple):
 
 class _Layer:
     """One layer of a micro-batch, which backward follows if gradients are enabled. It fills `kept`; `is_again` is as of
-    `NanoBatchedLayer`, and `exchange` is its attention.
-    """
+    `NanoBatchedLayer`, and `exchange` is its attention."""
 
     def __init__(
         self,
@@ -194,8 +191,7 @@ class _Repeated:
 
     def backward(self, gradients: Sequence[Tensor], beside: Beside | None) -> list[Tensor]:
         """Run the rest of the layer again, then the layer backward; return the gradient of its input, [nano-batch].
-        `gradients` are those of its output, [nano-batch]; `beside` is the layer before, which runs again meanwhile.
-        """
+        `gradients` are those of its output, [nano-batch]; `beside` is the layer before, which runs again meanwhile."""
         self._layer.exchange.beside = beside
         with torch.enable_grad():
             states = [self._end_again(nano_batch) for nano_batch in range(NUM_NANO_BATCHES)]

@@ -15,13 +15,12 @@ from dynamic_cp.pool.text import decode_ticks
 from dynamic_cp.pool.ticks import Tick
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 
 
 class LaneTicks(NamedTuple):
     """[tick] what a rank computes, forward and backward; a lane of a programme is a member of the pool's group. Its own
-    tokens are those of its micro-batch, in the same order; none where it has no micro-batch.
-    """
+    tokens are those of its micro-batch, in the same order; none where it has no micro-batch."""
 
     forward: tuple[PlacedLane, ...]
     backward: tuple[PlacedLane, ...]
@@ -36,8 +35,7 @@ class LaneTicks(NamedTuple):
 class Pool:
     """What this rank computes of attention in each tick. `group` has the ranks of all stages and lanes with this one's
     tensor-parallel rank, stage after stage. Without `in_nano_batches`, divisions of programmes are those of one
-    exchange.
-    """
+    exchange."""
 
     group: ProcessGroup
     ticks: LaneTicks
@@ -66,8 +64,7 @@ def pool_group(groups: DynamicCPGroups) -> ProcessGroup:
 def lane_ticks(plan: LanePlan, stage: int, vp_size: int, rank_tokens: list[int]) -> LaneTicks:
     """Return what the rank of `stage` computes in each tick of a plan with a pool. `vp_size` counts model chunks of a
     stage, `rank_tokens` the lane's tokens in each micro-batch, with padding. Raises DisagreementError: the plan's
-    ticks are of other micro-batches.
-    """
+    ticks are of other micro-batches."""
     pp_size = len(plan.extension)
     sides = []
     for kind, of_side in zip(KINDS, decode_ticks(plan.extension[stage]), strict=True):
@@ -81,9 +78,7 @@ def lane_ticks(plan: LanePlan, stage: int, vp_size: int, rank_tokens: list[int])
                 row = "none" if unit is None else unit.micro_batch
                 raise DisagreementError(
                     f"tick {kind}{number} of lane {plan.lane} on stage {stage} holds {padded} tokens, its micro-batch "
-                    f"{row} has {tokens}: the plan has the ticks of other micro-batches; plan this step again",
-                    planned=padded,
-                    tokens=tokens,
+                    f"{row} has {tokens}: the plan has the ticks of other micro-batches; plan this step again"
                 )
             lanes.append(PlacedLane(programme=one.programme, samples=one.samples, num_tokens=tokens))
         sides.append(tuple(lanes))

@@ -29,8 +29,8 @@ from dynamic_cp.pool.layer_steps import NUM_NANO_BATCHES, LayerStep, What
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass, Rounds
 from megatron.dynamic_cp.attention.mechanisms.transfers import LaneMessages
 from megatron.dynamic_cp.attention.placed_packs import PlacedPacks
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.measuring import span
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 Work = Callable[[], Any]
 """Waits for a transfer and begins the next one. Returns what the device may still read or write when it returns."""
@@ -77,8 +77,7 @@ class _InThread:
 class _OnStream:
     """A chain on a GPU. The work's tensors were made on another stream, which must not reuse their memory before it has
     waited for this one. Memory made here goes back to this stream, whose next chain waits for all that was queued
-    elsewhere.
-    """
+    elsewhere."""
 
     def __init__(self, work: Work, stream: torch.cuda.Stream) -> None:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -139,9 +138,7 @@ class StepOrder:
             raise DisagreementError(
                 f"{self._label}: {step} is about to run as step {self._next} of {len(self.steps)}, which "
                 f"is {planned or 'none'} on the other ranks of the pool: layers do not run in two nano-batches as "
-                "planned, this is a bug; train without --dynamic-cp-ping-pong",
-                found=str(step),
-                planned=str(planned),
+                "planned, this is a bug; train without --dynamic-cp-ping-pong"
             )
         self._next += 1
 
@@ -150,9 +147,7 @@ class StepOrder:
         if self._next < len(self.steps):
             raise DisagreementError(
                 f"{self._label}: {self._next} steps of layers in two nano-batches ran, the tick has {len(self.steps)}; "
-                f"the next one is {self.steps[self._next]}: this is a bug; train without --dynamic-cp-ping-pong",
-                found=self._next,
-                planned=len(self.steps),
+                f"the next one is {self.steps[self._next]}: this is a bug; train without --dynamic-cp-ping-pong"
             )
 
 
@@ -168,15 +163,13 @@ def tag_of(layer: int, is_backward: bool, which: int, slot: int) -> int:
     """Return the tag of a round's messages, from 1 to 32; all other messages have 0. The thread of chains and the one
     that computes begin rounds in no common order. In each direction at most two layers are under way on a rank,
     neighbours; a later one with the same tags begins when all of an earlier one is sent, so messages with one tag
-    keep their order.
-    """
+    keep their order."""
     return 1 + ((layer % 2 * 2 + is_backward) * NUM_NANO_BATCHES + slot) * NUM_ROUNDS + which
 
 
 class LayerPass:
     """One direction of one layer, for the steps of `layer` and `is_backward` in a tick. `one` is what it works with: a
-    caller fills it before `launch` and reads it after `wait`. `packs` is the programme, mirrored for backward.
-    """
+    caller fills it before `launch` and reads it after `wait`. `packs` is the programme, mirrored for backward."""
 
     def __init__(
         self,

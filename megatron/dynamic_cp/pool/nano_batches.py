@@ -29,7 +29,7 @@ from megatron.dynamic_cp.attention.merge import RowGradients, RowSums, offset_gr
 from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane, PlacedPacks
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, LayerCache
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, LayerCache
 from megatron.dynamic_cp.pool.layer_pass import LayerPass, StepOrder, mirrored
 
 
@@ -53,8 +53,7 @@ def nano_batches_of_tokens(lane: PlacedLane) -> NDArray[np.int64]:
         if of_home not in ({0}, {1}):
             raise DisagreementError(
                 f"tokens {one.start} to {one.stop} of sample {one.sample} are computed in the nano-batches "
-                f"{sorted(of_home)}, one of 0 and 1 is needed: plan this step again",
-                found=sorted(of_home),
+                f"{sorted(of_home)}, one of 0 and 1 is needed: plan this step again"
             )
         nano_batches[one.place : one.place + one.num_tokens] = of_home.pop()
     return nano_batches
@@ -99,14 +98,12 @@ class NanoBatches:
 
     def begin(self, lane: PlacedLane, num_layers: int, *, is_backward: bool, repeats: Repeats) -> None:
         """Begin a tick of `num_layers` layers; `lane` is the rank's part of it, `repeats` what backward computes again.
-        Raises DisagreementError: the lane's tokens are in other nano-batches than before.
-        """
+        Raises DisagreementError: the lane's tokens are in other nano-batches than before."""
         moved = np.flatnonzero(nano_batches_of_tokens(lane) != self._of_token)
         if len(moved):
             raise DisagreementError(
                 f"{self.params.label}: {len(moved)} of {len(self._of_token)} tokens are in another nano-batch backward "
-                f"than forward, the first being {moved[0]}: plan this step again",
-                moved=len(moved),
+                f"than forward, the first being {moved[0]}: plan this step again"
             )
         self._lane, self._packs = lane, None
         self.step_order = StepOrder(steps_of(num_layers, is_backward=is_backward, repeats=repeats), self.params.label)
@@ -124,8 +121,7 @@ class NanoBatches:
         self, core: TorchTHDAttention, layer: int, *, is_backward: bool, kept: Fetched | None = None
     ) -> LayerPass:
         """Return one direction of a layer, without tokens yet. `kept` is for backward, from the layer's forward pass
-        where that was computed again in the tick.
-        """
+        where that was computed again in the tick."""
         config, device = core.config, self.params.positions.device
         tp_size = config.tensor_model_parallel_size
         heads = config.num_attention_heads // tp_size, max(1, config.num_query_groups // tp_size)
@@ -173,8 +169,7 @@ class Beside(Protocol):
 class NanoBatchedLayer:
     """Attention of one layer of a micro-batch, from its first forward step to its last backward one. `layer` is its
     number on the stage. `keeps`: backward will come; `repeats`: and computes attention again; `is_again`: this is
-    that second time, with backward in the same tick. `beside` is computed again beside this layer's gradients.
-    """
+    that second time, with backward in the same tick. `beside` is computed again beside this layer's gradients."""
 
     beside: Beside | None = None
 
@@ -215,8 +210,7 @@ class NanoBatchedLayer:
 
     def launch_backward(self, grad_THD: Tensor, nano_batch: int) -> None:
         """Send the gradient of a nano-batch's output, and with the second one, which comes first, all keys. What a
-        forward pass in the same tick fetched, also queries, is not sent again.
-        """
+        forward pass in the same tick fetched, also queries, is not sent again."""
         if nano_batch == NUM_NANO_BATCHES - 1:
             if self.repeats:
                 self._wait_again()

@@ -14,7 +14,7 @@ from megatron.dynamic_cp.attention.mechanisms.blocks import Fetched, ForwardPass
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.thd import executor_of
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.pool.layer_pass import LayerPass
 from megatron.dynamic_cp.pool.nano_batches import NanoBatches
 
@@ -22,8 +22,7 @@ from megatron.dynamic_cp.pool.nano_batches import NanoBatches
 @torch.no_grad()
 def serve(layer: TorchTHDAttention, params: DynamicPackedSeqParams, *, backward: bool) -> None:
     """Compute the tiles that the programme of `params` gives this rank in one direction of one layer. The members of
-    the group that bring tokens run the same meanwhile.
-    """
+    the group that bring tokens run the same meanwhile."""
     config = layer.config
     tp_size = config.tensor_model_parallel_size
     query_heads, kv_heads = config.num_attention_heads // tp_size, max(1, config.num_query_groups // tp_size)
@@ -44,8 +43,7 @@ def serve(layer: TorchTHDAttention, params: DynamicPackedSeqParams, *, backward:
 @torch.no_grad()
 def serve_nano_batches(layers: Sequence[TorchTHDAttention], nano_batches: NanoBatches) -> None:
     """Take all steps of a tick whose layers run in two nano-batches, as the members that bring tokens do meanwhile.
-    `layers` are the attention of each layer of the stage; `nano_batches` has no tokens.
-    """
+    `layers` are the attention of each layer of the stage; `nano_batches` has no tokens."""
     running: dict[tuple[int, bool], LayerPass] = {}
     has_gradients = any(step.is_backward for step in nano_batches.step_order.steps)
     kept: dict[int, Fetched] = {}

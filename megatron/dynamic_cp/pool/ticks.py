@@ -14,6 +14,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ from dynamic_cp.pool.ticks import Tick, Unit, num_ticks, tick_order
 from dynamic_cp.types import BY_PLACEMENT
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, LayerCache
-from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.data.micro_batches import PoolSteps, RunStep
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.measuring import span
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, LayerCache
 from megatron.dynamic_cp.pool.block import run_blocks_in_nano_batches
-from megatron.dynamic_cp.pool.lane_ticks import Pool
+from megatron.dynamic_cp.pool.lane_ticks import LaneTicks, Pool, lane_ticks, pool_group
 from megatron.dynamic_cp.pool.nano_batches import NanoBatches
 from megatron.dynamic_cp.pool.serving import serve, serve_nano_batches
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator
@@ -118,8 +121,7 @@ _REFUSED = {
 
 def layers_of(model: Sequence[torch.nn.Module]) -> list[TorchTHDAttention]:
     """Return the attention of each layer of the first chunk, in order, which stands for all chunks of the stage. Raises
-    UnsupportedFeatureError: there is none that places attention, or chunks have other numbers of layers.
-    """
+    UnsupportedFeatureError: there is none that places attention, or chunks have other numbers of layers."""
     layers = [[module for module in chunk.modules() if isinstance(module, TorchTHDAttention)] for chunk in model]
     if not all(layers):
         raise UnsupportedFeatureError(
@@ -163,16 +165,13 @@ def check_number(pool: Pool, needed: int, *, forward_only: bool) -> None:
         if planned != needed and not (forward_only and name == "backward"):
             raise DisagreementError(
                 f"the pool has {planned} {name} ticks, the pass has {needed}: it is that of another number of "
-                "micro-batches, stages or model chunks; plan this step again",
-                planned=planned,
-                needed=needed,
+                "micro-batches, stages or model chunks; plan this step again"
             )
 
 
 class _Microbatches:
     """The micro-batches of this stage; keeps those that have gone forward through a chunk and not yet back. `logged` is
-    what the loss function logged, `num_tokens` the tokens with a loss so far.
-    """
+    what the loss function logged, `num_tokens` the tokens with a loss so far."""
 
     def __init__(
         self,
@@ -308,17 +307,14 @@ def move_to(lane: PlacedLane, params: DynamicPackedSeqParams) -> None:
     if lane.num_tokens != len(params.positions):
         raise DisagreementError(
             f"a tick has {lane.num_tokens} tokens of this rank, its micro-batch has {len(params.positions)}: "
-            "the placement of the tick is that of other micro-batches; this is a bug",
-            planned=lane.num_tokens,
-            tokens=len(params.positions),
+            "the placement of the tick is that of other micro-batches; this is a bug"
         )
     params.cache.move_to(lane)
 
 
 class _GradientSync:
     """Begins data-parallel sums of a chunk's gradients with its last backward, as megatron-core's schedules do. If a
-    user's function begins them (`grad_sync_func`), stages wait until the first one has got there, too.
-    """
+    user's function begins them (`grad_sync_func`), stages wait until the first one has got there, too."""
 
     def __init__(self, config: Any, model: Sequence[torch.nn.Module], num_microbatches: int, *, is_first: bool) -> None:
         given = config.no_sync_func
@@ -341,3 +337,10 @@ class _GradientSync:
         """On all other stages, begin the sums of the chunk that the first stage has finished in a backward tick."""
         if not self._begin_by_themselves and first is not None and first.micro_batch == self._last:
             self._begin[first.chunk](self._model[first.chunk].parameters())
+
+
+def _ready(ticks: LaneTicks, groups: DynamicCPGroups, stats: ExchangeStats) -> RunStep:
+    return partial(run_ticks, Pool.of(ticks, groups, stats))
+
+
+STEPS = PoolSteps(pack=lane_ticks, group=pool_group, ready=_ready)

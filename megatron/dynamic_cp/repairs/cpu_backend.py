@@ -62,18 +62,12 @@ def _set_cpu_rng_state(new_state: torch.Tensor, *_args: Any, **_kwargs: Any) -> 
 
 
 SHIMS: tuple[Shim, ...] = (
-    Shim(
-        name="device_keyword",
-        reason='schedules, optimizer and gradient clipping create scalars with device="cuda"',
-    ),
+    Shim(name="device_keyword", reason='schedules, optimizer and gradient clipping create scalars with device="cuda"'),
     Shim(
         name="tensor_type_name",
         reason='the optimizers compare Tensor.type() with "torch.cuda.FloatTensor" and its 16-bit kin',
     ),
-    Shim(
-        name="tensor_cuda_method",
-        reason="tied embeddings across pipeline stages call Tensor.cuda()",
-    ),
+    Shim(name="tensor_cuda_method", reason="tied embeddings across pipeline stages call Tensor.cuda()"),
     Shim(
         name="current_device",
         reason="DDP buffers, pipeline receive buffers and RoPE allocate on torch.cuda.current_device()",
@@ -176,8 +170,7 @@ def _not_the_rng_warning(record: logging.LogRecord) -> bool:
 
 def enable(without: Iterable[str] = ()) -> None:
     """Install every shim of `SHIMS` in this process, but for those named in `without`; a second call does nothing.
-    Raises InvalidInputError: CUDA is available.
-    """
+    Raises InvalidInputError: CUDA is available."""
     global _enabled_mode
     if _enabled_mode is not None:
         return

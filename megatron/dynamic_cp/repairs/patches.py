@@ -49,8 +49,7 @@ def _counting(preprocess: Any) -> Any:
 def repair_latent_attention() -> None:
     """Build multi-latent attention where TransformerEngine is not installed. megatron-core 0.16.1 takes its module of
     wrappers, which can be imported without TransformerEngine and then holds None, for the layers: `isinstance(...,
-    None)` is a TypeError in the first layer.
-    """
+    None)` is a TypeError in the first layer."""
     if not transformer_engine.HAVE_TE:
         multi_latent_attention.HAVE_TE = False
 
@@ -58,8 +57,7 @@ def repair_latent_attention() -> None:
 def repair_norm_recomputation() -> None:
     """Recompute norms (--recompute-modules layernorm) where TransformerEngine is not installed. megatron-core 0.16.1 to
     0.19.2 takes its own default of `fp8=False` for "FP8 is on" (it asks `is not None`), and uses TransformerEngine
-    without asking whether it is there: NameError in the first forward pass.
-    """
+    without asking whether it is there: NameError in the first forward pass."""
     built = random.CheckpointWithoutOutput.__init__
     if random.HAVE_TE or hasattr(built, "__wrapped__"):
         return
@@ -75,8 +73,7 @@ def repair_norm_recomputation() -> None:
 def repair_gathered_logits() -> None:
     """Take the loss of logits that TP ranks have gathered (`parallel_output=False`, `runtime_gather_output`).
     megatron-core 0.16.1 to 0.19.2 takes any logits for a share of the vocabulary: with TP ranks the loss of gathered
-    ones is too large by log(TP), and their gradients lack the label.
-    """
+    ones is too large by log(TP), and their gradients lack the label."""
     compute = LanguageModule.compute_language_model_loss
     if hasattr(compute, "__wrapped__"):
         return

@@ -145,8 +145,7 @@ def check(version: str) -> None:
     listed = ", ".join(f"{release.version} (Python >= {release.python})" for release in RELEASES)
     raise UnsupportedFeatureError(
         f"megatron-core {version} is not supported; supported are {listed}: on this Python {platform.python_version()} "
-        f"pip install megatron-core=={newest().version}",
-        found=version,
+        f"pip install megatron-core=={newest().version}"
     )
 
 
@@ -176,8 +175,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def check_engine() -> None:
     """Import TransformerEngine, if it is installed, before megatron-core does. megatron-core goes without it after an
     ImportError. Its empty meta package, one without its compiled extension and one with an old cuDNN raise other
-    errors, which would end megatron-core's own import. Raises UnsupportedFeatureError: such an error, in a line.
-    """
+    errors, which would end megatron-core's own import. Raises UnsupportedFeatureError: such an error, in a line."""
     if importlib.util.find_spec("transformer_engine") is None:
         return
     try:
@@ -189,8 +187,7 @@ def check_engine() -> None:
         raise UnsupportedFeatureError(
             f"TransformerEngine {engine_version()} is installed and cannot be imported ({said}), nor can "
             "megatron-core beside it: pip install --no-build-isolation 'megatron-dynamic-cp[te]', or for local layers "
-            "pip uninstall transformer-engine",
-            installed=engine_version(),
+            "pip uninstall transformer-engine"
         ) from error
 
 
@@ -204,8 +201,7 @@ def engine_version() -> str:
 
 def two_cudnns(maps: Path = Path("/proc/self/maps")) -> str:
     """Return where cuDNN is loaded from, where that is more than one folder; else "". One looks for its parts by name
-    and finds those of the other: then attention fails without saying why.
-    """
+    and finds those of the other: then attention fails without saying why."""
     try:
         folders = sorted(set(re.findall(r"(/\S+)/libcudnn\.so", maps.read_text(encoding="utf-8"))))
     except OSError:
@@ -216,8 +212,7 @@ def two_cudnns(maps: Path = Path("/proc/self/maps")) -> str:
 @contextmanager
 def refusals_named(who: str) -> Iterator[None]:
     """Raise what another package refuses in the body as an UnsupportedFeatureError of one line. Errors of memory, the
-    device and lost ranks pass: they are RuntimeErrors of their own kinds.
-    """
+    device and lost ranks pass: they are RuntimeErrors of their own kinds."""
     try:
         yield
     except (RuntimeError, ValueError, AssertionError) as error:

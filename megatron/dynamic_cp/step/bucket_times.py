@@ -33,7 +33,7 @@ from dynamic_cp.learning.observations import Observation
 from dynamic_cp.pricing.work import squared_tokens
 from dynamic_cp.types import TRAITS, ModelShape, Sample
 from megatron.dynamic_cp.agreement.verify import collective_device
-from megatron.dynamic_cp.step import loss
+from megatron.dynamic_cp.step import schedule
 
 ForwardStep = Callable[[Iterator[dict[str, Any]], torch.nn.Module], tuple[Tensor, Callable[..., Any]]]
 Mark = Any
@@ -62,8 +62,7 @@ class _Timed:
 
 class BucketTimes:
     """Times the micro-batches of this rank, which has `stage` and `lane` and computes on `device`. Windows of `shape`
-    count in the squared tokens. `forward_step` runs one micro-batch; `gather` sees the latest `keep_steps` steps.
-    """
+    count in the squared tokens. `forward_step` runs one micro-batch; `gather` sees the latest `keep_steps` steps."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class BucketTimes:
         lane: int,
         device: torch.device,
         shape: ModelShape,
-        forward_step: ForwardStep = loss.forward_step,
+        forward_step: ForwardStep = schedule.forward_step,
         keep_steps: int = 4,
     ) -> None:
         self._chunk_of = {id(chunk): index for index, chunk in enumerate(model)}
@@ -117,8 +116,7 @@ class BucketTimes:
 
     def spans(self) -> list[list[Any]]:
         """Return [chunk, micro-batch, "F" or "B", start, seconds] of every pass since the last `end_step`. Starts are
-        seconds since 1970 by this host's clock; those of several hosts agree as well as their clocks do.
-        """
+        seconds since 1970 by this host's clock; those of several hosts agree as well as their clocks do."""
         if self._origin is None:
             return []
         mark, wall_s = self._origin
@@ -131,8 +129,7 @@ class BucketTimes:
 
     def end_step(self) -> list[Observation]:
         """Return this rank's times since the last call, waits for CP peers included, and keep them for `gather`. Call
-        it where the host has waited for the device anyway; otherwise on CUDA it waits for the last backward pass.
-        """
+        it where the host has waited for the device anyway; otherwise on CUDA it waits for the last backward pass."""
         rows = np.array([self._row(timed) for timed in self._timed], np.float64).reshape(-1, len(_COLUMNS))
         self._steps.append(rows)
         self._num_steps += 1
@@ -145,8 +142,7 @@ class BucketTimes:
         """Return the times of all buckets of the kept steps, the least over the ranks that share one; then forget them.
         The same list on every rank; of more than `max_observations` an even selection. Collective over the job: 104
         bytes per rank, micro-batch, chunk and step. Raises DisagreementError: ranks have timed different numbers of
-        micro-batches; on every rank.
-        """
+        micro-batches; on every rank."""
         mine = np.concatenate([*self._steps, np.zeros((0, len(_COLUMNS)))])
         self._steps.clear()
         device = collective_device()
@@ -156,9 +152,7 @@ class BucketTimes:
         fewest = -least
         if most != fewest:
             raise DisagreementError(
-                f"ranks timed {fewest} to {most} micro-batches: all must call BucketTimes for the same steps",
-                most=most,
-                fewest=fewest,
+                f"ranks timed {fewest} to {most} micro-batches: all must call BucketTimes for the same steps"
             )
         gathered = torch.empty((dist.get_world_size() * len(mine), len(_COLUMNS)), dtype=torch.float64, device=device)
         if len(mine):

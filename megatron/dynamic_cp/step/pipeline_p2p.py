@@ -30,8 +30,7 @@ Shape = tuple[int, int, int]
 
 class MessageOrders(NamedTuple):
     """Micro-batches in the order in which a stage exchanges their tensors: inputs and outputs of forward, gradients of
-    outputs and of inputs of backward.
-    """
+    outputs and of inputs of backward."""
 
     recv_prev: tuple[int, ...]
     send_next: tuple[int, ...]
@@ -67,8 +66,7 @@ class PlannedP2PCommunicator(P2PCommunicator):
     """megatron-core's communicator for one pass of one global batch, without its handshake. `pp_group` has at least 2
     stages. `config.variable_seq_lengths` stays set, so that megatron-core asks for shapes here; otherwise it raises
     UnsupportedFeatureError. `rank_tokens` are the lane's padded tokens in each micro-batch, before sequence
-    parallelism splits them.
-    """
+    parallelism splits them."""
 
     def __init__(
         self,
@@ -103,8 +101,7 @@ class PlannedP2PCommunicator(P2PCommunicator):
     def check_neighbours(self) -> None:
         """Compare the messages of the step with what both neighbours expect; collective over the job. One handshake for
         all messages gives the same guarantee as one per tensor. Raises DisagreementError: the two ends of a pipe
-        have different plans; the same on every rank.
-        """
+        have different plans; the same on every rank."""
         mine = {name: [self._shapes[index] for index in order] for name, order in self._orders.items()}
         everyone = all_gather_bytes(json.dumps(mine).encode(), collective_device(), self.pp_group)
         run_on_all_ranks(lambda: _check_pipes([_shapes(one) for one in everyone]))
@@ -116,9 +113,7 @@ class PlannedP2PCommunicator(P2PCommunicator):
                 raise DisagreementError(
                     f"pipeline stage {self.pp_group.rank()} is done with {self._done[name]} of {len(order)} messages "
                     f"({name}): megatron-core's schedule is not one that this was written for; "
-                    "use a release of docs/releases.md",
-                    done=self._done[name],
-                    planned=len(order),
+                    "use a release of docs/releases.md"
                 )
 
     def _communicate_shapes(
@@ -142,8 +137,7 @@ class PlannedP2PCommunicator(P2PCommunicator):
         if done == len(order):
             raise DisagreementError(
                 f"pipeline stage {self.pp_group.rank()} is asked for message {done + 1} ({name}), the plan has "
-                f"{len(order)}: the data iterator and the plan differ in their number of micro-batches",
-                planned=len(order),
+                f"{len(order)}: the data iterator and the plan differ in their number of micro-batches"
             )
         self._done[name] = done + 1
         return order[done]
@@ -158,8 +152,6 @@ class PlannedP2PCommunicator(P2PCommunicator):
                 f"{index} ({name}), the plan says {self._shapes[index]} {self.config.pipeline_dtype}: "
                 "the neighbour would read other numbers than were sent; this is a bug",
                 micro_batch=index,
-                shape=tuple(tensor.shape),
-                planned=self._shapes[index],
             )
 
 
@@ -190,7 +182,5 @@ def _check_pipes(everyone: Sequence[dict[str, list[Shape]]]) -> None:
             )
             raise DisagreementError(
                 f"pipeline stage {source} sends {what}: the stages of a lane have different plans; "
-                "all ranks must run the same version with the same settings",
-                source=source,
-                target=target,
+                "all ranks must run the same version with the same settings"
             )

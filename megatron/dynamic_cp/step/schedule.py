@@ -1,9 +1,15 @@
-"""One pass of a global batch through megatron-core's schedule, and the sums over the job that follow it."""
+"""One pass of a global batch through megatron-core's schedule: a forward step, its loss, and the sums that follow.
+
+With the mandatory `calculate_per_token_loss=True` each rank returns the sum of its tokens' losses and their count, and
+the schedules and `finalize_model_grads` divide by the count over the whole job. Shards are disjoint, so this is exact
+for any mixture of CP sizes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,23 +17,59 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
+from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.flags.experts import aux_loss_coeff
 from megatron.dynamic_cp.flags.features import FUTURE_LOSS
-from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.measuring import bucket_span, span
 from megatron.dynamic_cp.model.experts import routers
-from megatron.dynamic_cp.step.loss import forward_step
+from megatron.dynamic_cp.packed_seq_params import FutureColumns
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
+
+LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def sum_of_losses(loss_mask: Tensor, token_losses: Tensor, future: FutureColumns | None = None) -> LossOutput:
+    """Return (sum of the losses of unmasked tokens, their number as int, {"lm loss": [sum, number]}). Losses of
+    multi-token prediction (`future`), whose gradients the model has attached already, are logged beside it.
+    `loss_mask` is float32 [1, T], 0 for padding; `token_losses` [1, T]."""
+    mask = loss_mask.reshape(-1)
+    total = torch.sum(token_losses.reshape(-1).float() * mask)
+    num_tokens = mask.sum().to(torch.int)
+    logged = {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
+    if future is not None:
+        logged |= {FUTURE_LOSS.format(depth): found for depth, found in enumerate(future.found, 1)}
+    return total, num_tokens, logged
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
+    """Run the next micro-batch through `model`; megatron-core calls the returned function on the last stage."""
+    batch = next(data_iterator)
+    output = run_forward(batch, model)
+    return output, partial(sum_of_losses, batch["loss_mask"], future=batch["packed_seq_params"].future)
+
+
+def run_forward(batch: dict[str, Any], model: torch.nn.Module) -> Tensor:
+    """Return a model chunk's output for a micro-batch: hidden states, on the last stage losses or `token_outputs`."""
+    params = batch["packed_seq_params"]
+    phase.enter_micro_batch(params.label, len(params.positions))
+    with span("%s", params.label), bucket_span("forward", params):
+        output: Tensor = model(
+            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params
+        )
+    return output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRouting:
     """The router of one layer; losses are means over the tokens of all sequences, without their coefficients.
     `aux_loss` is 1.0 if even, where scores are a softmax. `imbalance`: tokens of the expert that got most, over the
-    mean.
-    """
+    mean."""
 
     aux_loss: float
     z_loss: float
@@ -37,8 +79,7 @@ class LayerRouting:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
     """All routers of a step, by the number of their layer, from 1, with those of multi-token prediction behind the
-    last. Losses that are not trained with (`has_aux_loss`, `has_z_loss`) are 0.
-    """
+    last. Losses that are not trained with (`has_aux_loss`, `has_z_loss`) are 0."""
 
     layers: Mapping[int, LayerRouting]
     has_aux_loss: bool
@@ -103,9 +144,8 @@ def run_schedule(
     if data.run is not None:
         if not planned:
             raise UnsupportedFeatureError(
-                "the plan has servers of all stages, which "
-                f"{parallel_state.get_pipeline_model_parallel_world_size()} stages cannot run: at least 2 are needed, "
-                "and the tokens of the plan (`rank_tokens`)"
+                f"the plan has servers of all stages, which {parallel_state.get_pipeline_model_parallel_world_size()} "
+                "stages cannot run: at least 2 are needed, and the tokens of the plan (`rank_tokens`)"
             )
         return data.run(
             model,

@@ -102,8 +102,7 @@ class BatchDrawer:
 
     def draw(self, step: int) -> DrawnBatch | None:
         """Return the next global batch, None at the end of the data. Collective over the job. DynamicCPError: bad data,
-        or stages that drew different samples, on all ranks alike; or a rank died or hung.
-        """
+        or stages that drew different samples, on all ranks alike; or a rank died or hung."""
         where = f"drawing the samples of step {step}"
         with in_phase(where):
             samples, num_items = run_on_all_ranks(lambda: self._draw_share(step), self._device)
@@ -112,8 +111,7 @@ class BatchDrawer:
         if num_masks and self._why_no_masks is not None:
             raise UnsupportedFeatureError(
                 f"{num_masks} samples of step {step} came with a mask (key 'mask'), and {self._why_no_masks}: use "
-                "local layers, or samples without masks",
-                num_masks=num_masks,
+                "local layers, or samples without masks"
             )
         num_drawn = int(stages[0, 1])
         if num_drawn == 0 or (self._drop_last and num_drawn < self._global_batch_size):
@@ -173,9 +171,7 @@ class BatchDrawer:
         if given is None:
             raise InvalidInputError(
                 f"lane {self._lane} of pipeline stage {self._stage} has no data iterator: TP rank 0 of the stages that "
-                "read tokens or labels needs one",
-                lane=self._lane,
-                stage=self._stage,
+                "read tokens or labels needs one"
             )
         if not hasattr(given, "__next__"):
             raise InvalidInputError(f"the data iterator is a {type(given).__name__}: pass iter(...) of it")
@@ -185,8 +181,7 @@ class BatchDrawer:
         self, samples: Sequence[ForeignSample], num_items: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
         """Return sums over all ranks: [ranks that draw, items, samples, checksum of lengths and masks] of each stage;
-        samples with position ids, a loss mask, labels, and no labels; samples with a mask.
-        """
+        samples with position ids, a loss mask, labels, and no labels; samples with a mask."""
         stages, given = np.zeros((self._num_stages, 4), np.int64), np.zeros(5, np.int64)
         if self.draws:
             masks = {place: str(sample.mask) for place, sample in enumerate(samples) if sample.mask is not None}

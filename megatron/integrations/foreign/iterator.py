@@ -33,7 +33,7 @@ from megatron.dynamic_cp.data.micro_batches import (
 )
 from megatron.dynamic_cp.data.token_audit import combine
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.plans.plan_source import PlanSource, check_whole
 from megatron.integrations.foreign import rerouting
 from megatron.integrations.foreign.draw import BatchDrawer, DataIterators, DrawnBatch
@@ -119,12 +119,9 @@ class ForeignIteratorWrapper:
         return self.wrap()
 
     def wrap(self) -> StepData:
-        """Return the iterators and counts of the next global batch. Collective over the job.
-
-        Raises:
-            StopIteration: the data ended; on all ranks at the same step.
-            DynamicCPError: bad data, no plan or ranks that disagree, on all ranks alike; or a rank died or hung.
-        """
+        """Return the iterators and counts of the next global batch. Collective over the job. Raises StopIteration: the
+        data ended; on all ranks at the same step. Raises DynamicCPError: bad data, no plan or ranks that disagree, on
+        all ranks alike; or a rank died or hung."""
         self.stats = ReroutingStats()
         self.exchange_stats = ExchangeStats()
         started_s = time.perf_counter()
@@ -244,33 +241,24 @@ class ForeignIteratorWrapper:
         if before[0] != after[0]:
             raise DisagreementError(
                 f"re-routing of step {batch.step} took in {before[0]} tokens and gave out {after[0]}, over all ranks: "
-                "this is a bug in it, or ranks run different versions",
-                before=before[0],
-                after=after[0],
+                "this is a bug in it, or ranks run different versions"
             )
         for name, drawn, arrived in zip(COLUMNS, before[1:], after[1:], strict=True):
             if combine(drawn) != combine(arrived):
                 raise DisagreementError(
                     f"re-routing of step {batch.step} changed {name}: checksum {combine(drawn):013x} before, "
-                    f"{combine(arrived):013x} after: check the memory and network of the hosts",
-                    column=name,
-                    before=combine(drawn),
-                    after=combine(arrived),
+                    f"{combine(arrived):013x} after: check the memory and network of the hosts"
                 )
 
 
 def chunks_of(model: Sequence[torch.nn.Module]) -> tuple[ChunkNeeds, ...]:
-    """Return the columns that each model chunk reads, bare or wrapped (DDP, Float16Module).
-
-    Raises:
-        UnsupportedFeatureError: a model with multi-token prediction.
-    """
+    """Return the columns that each model chunk reads, bare or wrapped (DDP, Float16Module). Raises
+    UnsupportedFeatureError: a model with multi-token prediction."""
     bare = [unwrap_model(chunk) for chunk in model]
     if any(chunk.config.mtp_num_layers for chunk in bare):
         raise UnsupportedFeatureError(
             "--mtp-num-layers with the samples of another loop's iterator: columns of later tokens are made where "
-            "samples are read; use DataIteratorWrapper, or leave multi-token prediction out",
-            flag="--mtp-num-layers",
+            "samples are read; use DataIteratorWrapper, or leave multi-token prediction out"
         )
     return tuple(ChunkNeeds.of(chunk) for chunk in bare)
 

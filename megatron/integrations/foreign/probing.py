@@ -81,8 +81,7 @@ def probe_lengths(
         raise DynamicCPError(
             f"probing the lengths of {noun}s {sample_ids[0]} .. {sample_ids[-1]}: one of {num_ranks} ranks ended or "
             f"did not answer, noticed after {time.monotonic() - started_s:.0f} s ({str(lost).splitlines()[0]}); "
-            "see the logs of the other ranks",
-            num_ranks=num_ranks,
+            "see the logs of the other ranks"
         ) from lost
     if owner == rank and error is not None:
         raise error
@@ -147,7 +146,7 @@ class ProbedSamples:
         if len(dataset) < 1:
             raise DataError(f"the data set has {len(dataset)} items, at least 1 is needed: check where it comes from")
         if num_batches < 1:
-            raise DataError(f"num_batches is {num_batches}, at least 1 is needed", num_batches=num_batches)
+            raise DataError(f"num_batches is {num_batches}, at least 1 is needed")
         self._dataset = dataset
         self._order = order or (lambda position: position % len(dataset))
         self._num_batches = num_batches
@@ -161,9 +160,7 @@ class ProbedSamples:
 
         Collective, unless all of them were probed before: call it on all ranks in the same order.
 
-        Raises:
-            DataError: an item that cannot be read; the same on every rank. DynamicCPError: a rank is lost.
-        """
+        Raises DataError: an item that cannot be read; the same on every rank. DynamicCPError: a rank is lost."""
         items = [self._order(position) for position in range(consumed_samples, consumed_samples + num_samples)]
         if not all(self._seqlens[items]):
             stop = consumed_samples + num_samples * self._num_batches
@@ -193,11 +190,8 @@ class ProbedSamples:
         self._seqlens[items] = seqlens
 
     def read(self, sample_id: int) -> SampleTokens:
-        """Return the tokens of the sample at position `sample_id`.
-
-        Raises:
-            DataError: an item that is not what the class says.
-        """
+        """Return the tokens of the sample at position `sample_id`. Raises DataError: an item that is not what the class
+        says."""
         return self._read_masked(self._order(sample_id))[0]
 
     def _read_masked(self, index: int) -> tuple[SampleTokens, Mask | None]:

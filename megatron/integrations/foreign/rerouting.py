@@ -29,7 +29,7 @@ from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import lost_rank
 from megatron.dynamic_cp.data.micro_batches import COLUMNS, ChunkNeeds, PackedStep, shards_of
 from megatron.dynamic_cp.data.token_audit import token_checksum
-from megatron.dynamic_cp.layout.sharding import shard_positions
+from megatron.dynamic_cp.packed_seq_params import shard_positions
 from megatron.integrations.foreign.samples import ForeignSample
 
 MAX_SAMPLES_PER_DRAW = 1_000_000
@@ -49,8 +49,7 @@ def in_phase(name: str) -> Iterator[None]:
 @dataclass(slots=True)
 class ReroutingStats:
     """Re-routing since the latest `wrap` began: bytes sent to other lanes, and by TP rank 0 to other TP ranks; seconds
-    of drawing with its agreement, of waiting for the plan, and of the rest.
-    """
+    of drawing with its agreement, of waiting for the plan, and of the rest."""
 
     bytes_sent: int = 0
     bytes_broadcast: int = 0
@@ -61,8 +60,7 @@ class ReroutingStats:
 
 class SentColumns(NamedTuple):
     """The columns that the lanes agreed to send, in the order of COLUMNS. If labels came from the iterator
-    (`own_labels`), the last token of a sample has a loss, too.
-    """
+    (`own_labels`), the last token of a sample has a loss, too."""
 
     names: tuple[str, ...]
     own_labels: bool
@@ -75,8 +73,7 @@ class SentColumns(NamedTuple):
 
 def columns_to_send(num_positions: int, num_masks: int, num_labels: int, num_made_labels: int) -> SentColumns:
     """Return the columns that do not follow from the lengths and must be sent, from numbers of samples in the global
-    batch: with position ids, a loss mask or labels, and without labels.
-    """
+    batch: with position ids, a loss mask or labels, and without labels."""
     sends_mask = num_masks > 0 or (num_labels > 0 and num_made_labels > 0)
     sends = {"position_ids": num_positions > 0, "loss_mask": sends_mask}
     return SentColumns(tuple(name for name in COLUMNS if sends.get(name, True)), num_made_labels == 0)
@@ -134,15 +131,13 @@ def read_directory(claims: NDArray[np.int64], samples: Sequence[ForeignSample], 
                 f"sample number {order} that was drawn for step {step} is in {count} buckets of the plan with "
                 f"{planned_seqlen} tokens, it must be in 1 with {sample.seqlen}: all ranks of a lane must draw the "
                 "same samples",
-                count=count,
                 seqlen=sample.seqlen,
             )
         places.append(Destination(where >> 5, 1 << (where & 31), padded))
     if claims[len(samples) :].any():
         raise DisagreementError(
             f"the plan of step {step} has more samples of a lane than the {len(samples)} that this rank drew: all "
-            "ranks of a lane must draw the same samples",
-            num_samples=len(samples),
+            "ranks of a lane must draw the same samples"
         )
     return places
 

@@ -58,8 +58,7 @@ class ForeignSample:
 
 def read_item(item: Any, needs: ChunkNeeds) -> list[ForeignSample]:
     """Return the samples of what the iterator yielded; DataError for a key that is missing or of a wrong type, shape or
-    range, boundaries that contradict the tokens, or a mask that does not fit.
-    """
+    range, boundaries that contradict the tokens, or a mask that does not fit."""
     if not isinstance(item, Mapping):
         raise DataError(f"the data iterator yielded a {type(item).__name__}, a dict with the key 'tokens' is needed")
     if item.get("tokens") is None:

@@ -39,8 +39,7 @@ _VERSION = Path("megatron", "core", "package_info.py")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkout:
     """A Megatron-LM source tree. `root` holds `megatron/training`; `version` is that of its megatron-core. If it
-    `takes_schedulers`, it packs sequences itself, by schedulers of a table that can be added to.
-    """
+    `takes_schedulers`, it packs sequences itself, by schedulers of a table that can be added to."""
 
     root: Path
     version: str
@@ -60,8 +59,7 @@ def find_root(script: Path) -> Path:
 
 def open_checkout(script: Path) -> Checkout:
     """Return the checkout of `script`. InvalidInputError: there is no such script, or it is in no checkout.
-    UnsupportedFeatureError: a version that the adaptor does not know, or that needs a newer Python.
-    """
+    UnsupportedFeatureError: a version that the adaptor does not know, or that needs a newer Python."""
     if not script.is_file():
         raise InvalidInputError(f"{script} does not exist: give the path of a checkout's pretrain_gpt.py")
     root = find_root(script)
@@ -75,9 +73,8 @@ def open_checkout(script: Path) -> Checkout:
         may_not = sys.version_info[:2] < releases.closest(nearest).min_python
         supported = ", ".join(f"{version}, tried at {run}" for version, run in SUPPORTED_VERSIONS.items())
         raise UnsupportedFeatureError(
-            f"the Megatron-LM checkout {root} is version {checkout.version}; supported are "
-            f"{supported}; and those with {' and '.join(SCHEDULERS)} in {_SCHEDULES} (branch dev): "
-            f"check out {SUPPORTED_VERSIONS[nearest]}"
+            f"the Megatron-LM checkout {root} is version {checkout.version}; supported are {supported}; and those with "
+            f"{' and '.join(SCHEDULERS)} in {_SCHEDULES} (branch dev): check out {SUPPORTED_VERSIONS[nearest]}"
             + (f" and take Python {releases.closest(nearest).python}, or {SUPPORTED_VERSIONS[here]}" if may_not else "")
         )
     needed = releases.closest(checkout.version)

@@ -1,6 +1,5 @@
 """CPU ranks (--distributed-backend gloo) for a checkout: repairs of what Megatron-LM's training code assumes about
-CUDA. `megatron.dynamic_cp.repairs.cpu_backend` does the same for megatron-core.
-"""
+CUDA. `megatron.dynamic_cp.repairs.cpu_backend` does the same for megatron-core."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def keep_random_states(loader: Any) -> None:
 def load_dataset_helpers() -> None:
     """Let the checkout's `megatron.core.datasets` use the compiled helpers of the installed megatron-core; raise
     InvalidInputError if neither has them. Megatron-LM would compile them into the checkout and look for CUDA's
-    compiler.
-    """
+    compiler."""
     name = "megatron.core.datasets.helpers_cpp"
     if name in sys.modules or importlib.util.find_spec(name) is not None:
         return

@@ -50,8 +50,7 @@ def only_item(items: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
 def trimmed(item: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Return a sample or pack without the tokens of each sample that follow its last loss; at least one is kept,
     because a plan has no place for empty samples. Columns are [T], `cu_seqlens` [n + 1] for n samples; without
-    `loss_mask` nothing is cut. DataError: boundaries that do not ascend from 0 to T.
-    """
+    `loss_mask` nothing is cut. DataError: boundaries that do not ascend from 0 to T."""
     mask = item.get("loss_mask")
     if mask is None:
         return item

@@ -98,8 +98,7 @@ def _refused() -> tuple[Unsupported, ...]:
 
 class Setting(NamedTuple):
     """A value of Megatron-LM's arguments, set by users with `flag`, that --dynamic-cp sets whatever the command line
-    says. If `is_planned`, the plan follows what the user gave; only Megatron-LM itself gets `value`.
-    """
+    says. If `is_planned`, the plan follows what the user gave; only Megatron-LM itself gets `value`."""
 
     name: str
     flag: str
@@ -239,8 +238,7 @@ def any_evaluation_batch(args: argparse.Namespace) -> Iterator[None]:
 
 def refuse_loaded(args: argparse.Namespace) -> None:
     """Check validated arguments again, because --use-checkpoint-args may have changed them. UnsupportedFeatureError
-    names a flag; InvalidInputError: flags of positions, activations, experts, latent or linear attention disagree.
-    """
+    names a flag; InvalidInputError: flags of positions, activations, experts, latent or linear attention disagree."""
     follows_from_others = {"--eval-global-batch-size"}
     for feature in _refused():
         value = getattr(args, destination(feature.flag), None)
@@ -309,8 +307,7 @@ class Planned:
 
 def planned(asked: argparse.Namespace, args: argparse.Namespace) -> Planned:
     """Return how a run is planned, from arguments as the user gave them (`asked`) and as Megatron-LM validated them;
-    raise DynamicCPError for a CP size, limit or sample length that does not fit the lanes.
-    """
+    raise DynamicCPError for a CP size, limit or sample length that does not fit the lanes."""
     ours = with_heads(args)
     ours.context_parallel_size = asked.context_parallel_size
     ours.cp_comm_type = exchange_of(asked)

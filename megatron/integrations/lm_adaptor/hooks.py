@@ -30,7 +30,7 @@ from megatron.integrations.lm_adaptor import flags
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+    from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
     from megatron.integrations.lm_adaptor.counts import Samples
     from megatron.integrations.lm_adaptor.session import Session
     from megatron.integrations.lm_adaptor.varlen import VarlenData
@@ -74,8 +74,7 @@ class Adaptor:
 
     def prepare_script(self) -> None:
         """Put our functions into the script that defines the forward step, once its flags and functions are known;
-        refuse one that builds batches in another way than pretrain_gpt.py, or runs the last rank alone.
-        """
+        refuse one that builds batches in another way than pretrain_gpt.py, or runs the last rank alone."""
         if not self.is_on or self.forward_step is None:
             return
         if self.process_non_loss_data is not None:

@@ -29,8 +29,7 @@ _active: hooks.Adaptor | None = None
 @dataclass(frozen=True, slots=True)
 class Replacement:
     """One symbol that is replaced, in a module or in "the script", which is the one that is run. `ours` takes its
-    place, or returns the class that does. It is there in checkouts with `since` and without `until`; None: no bound.
-    """
+    place, or returns the class that does. It is there in checkouts with `since` and without `until`; None: no bound."""
 
     module: str
     symbol: str
@@ -165,8 +164,7 @@ def find(replacement: Replacement) -> Any:
 
 def activate(found: Checkout) -> None:
     """Replace what the table says in the checkout's modules, which are imported; once. DynamicCPError if megatron-core
-    came from elsewhere, or a symbol or a package is missing.
-    """
+    came from elsewhere, or a symbol or a package is missing."""
     global _active
     if _active is not None:
         return

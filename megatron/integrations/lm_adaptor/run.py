@@ -16,8 +16,7 @@ COMMAND = "megatron.dynamic_cp.run"
 
 def run_script(argv: Sequence[str]) -> None:
     """Run argv[0], a script of a checkout, with the rest as its command line; DynamicCPError without such a checkout,
-    for a version or flag that is not supported, or from the run.
-    """
+    for a version or flag that is not supported, or from the run."""
     if not argv or argv[0].startswith("-"):
         raise InvalidInputError(f"give the script first: python -m {COMMAND} CHECKOUT/pretrain_gpt.py [flags]")
     from megatron.integrations.lm_adaptor.checkout import open_checkout

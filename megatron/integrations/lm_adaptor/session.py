@@ -23,8 +23,8 @@ from megatron.decide import linear_warm_up
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import collective_device, run_on_all_ranks
 from megatron.dynamic_cp.attention.linear.kernels import prepare_linear_kernel
-from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
+from megatron.dynamic_cp.flags.shape import layer_needs
 from megatron.dynamic_cp.step.schedule import Routing, run_schedule, sum_over_routers
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper, wrap_data_iterator
 from megatron.integrations.foreign.rerouting import in_phase
@@ -185,8 +185,7 @@ class Session:
 
     def _first_step(self, name: str) -> tuple[int, int]:
         """Return (number of a series' next global batch, samples consumed before). Both follow from what was consumed,
-        so that a resumed run gives its plans the same names.
-        """
+        so that a resumed run gives its plans the same names."""
         if name == TRAIN:
             return self._theirs.iteration + 1, self._theirs.consumed_train_samples
         if name == VALIDATION and not self._theirs.skip_train:
@@ -245,8 +244,7 @@ class Session:
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
         """Go on with the coefficients and random states of a checkpoint that was read and not yet applied. The
-        coefficients are among Megatron-LM's arguments, which every checkpoint format saves.
-        """
+        coefficients are among Megatron-LM's arguments, which every checkpoint format saves."""
         self.position.coefficients = getattr(checkpoint.get("args"), COEFFICIENTS, None)
         setattr(self._theirs, COEFFICIENTS, self.position.coefficients)
         if self._theirs.hidden_dropout > 0 and not self._theirs.no_load_rng:
@@ -267,8 +265,7 @@ class Session:
 
 def sum_over_lanes(logged: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Return [one dict of sums over micro-batches and lanes], [] where nothing was logged. `logged` has for each
-    micro-batch key -> [sum, number of tokens]; a script that logs something else raises DataError.
-    """
+    micro-batch key -> [sum, number of tokens]; a script that logs something else raises DataError."""
     if not logged:
         return []
     sums = {}

@@ -64,8 +64,7 @@ class Blend:
 
 class VarlenDataset(MegatronDataset):
     """A data set of Megatron-LM's form over a stream of samples with their own lengths, masked as its GPTDataset does.
-    Training asks for `num_samples` of the endless stream; the base class takes the padding id from `tokenizer`.
-    """
+    Training asks for `num_samples` of the endless stream; the base class takes the padding id from `tokenizer`."""
 
     def __init__(
         self, stream: SampleStream, num_samples: int, *, tokenizer: Any, eod: int, args: argparse.Namespace
@@ -140,8 +139,7 @@ def build_on_all_ranks(args: argparse.Namespace, device: torch.device) -> Varlen
 def data_tokenizer(args: argparse.Namespace) -> Any:
     """Return the tokenizer that Megatron-LM's scripts give their data sets and its tools/preprocess_data.py takes;
     InvalidInputError if megatron-core cannot build it. Without --legacy-tokenizer it is not the one that Megatron-LM
-    builds at start, and its end of document may have another id.
-    """
+    builds at start, and its end of document may have another id."""
     legacy = getattr(args, "legacy_tokenizer", None)  # newer checkouts have no such flag
     if legacy:
         return importlib.import_module("megatron.training.global_vars").get_tokenizer()
@@ -182,8 +180,7 @@ def _eod_of(tokenizer: Any) -> int | None:
 
 def build(args: argparse.Namespace, tokenizer: Any) -> VarlenData:
     """Return the documents that Megatron-LM's arguments mean. DataError: files that are missing or damaged, or a split
-    without samples that is read. InvalidInputError: flags that contradict themselves.
-    """
+    without samples that is read. InvalidInputError: flags that contradict themselves."""
     ids = document_ids(args, tokenizer)
     shares, splits = _mock(args, ids) if args.mock_data else _indexed(args, ids)
     streams = []
@@ -237,8 +234,7 @@ def _indexed(args: argparse.Namespace, ids: NullTokenizer) -> tuple[Shares | Non
 
 def read_blends(args: argparse.Namespace) -> tuple[Shares | None, list[Blend | None]]:
     """Return the shares of --split (None if each split has its own paths), and the blend of each split;
-    InvalidInputError for no paths, paths that exclude each other, or what Megatron-LM itself cannot read.
-    """
+    InvalidInputError for no paths, paths that exclude each other, or what Megatron-LM itself cannot read."""
     given = _given_paths(args)
     if not given:
         raise InvalidInputError("no data: give --data-path, --train-data-path or one of its variants, or --mock-data")

@@ -50,8 +50,7 @@ def documents_of(index: int, row: Mapping[str, Any], *, causal: bool = True) -> 
     first of a document has none if attention is causal, because nothing predicts it. `index` of the row is for
     messages.
 
-    Raises:
-        DataError: columns that disagree, padding, or a column that would change the training and is not supported.
+    Raises DataError: columns that disagree, padding, or a column that would change the training and is not supported.
     """
     row = {name: value for name, value in row.items() if value is not None}
     if "input_ids" not in row:
@@ -68,8 +67,6 @@ def documents_of(index: int, row: Mapping[str, Any], *, causal: bool = True) -> 
             f"sample {index} has {len(tokens)} tokens, {real} of them are not padding: give samples without padding "
             "(tokenizer(..., padding=False)); the plan pads as little as its CP sizes need",
             sample=index,
-            num_tokens=len(tokens),
-            num_real_tokens=real,
         )
     for name in LOSS_MASKS:
         labels[~_mask(index, row, name, tokens)] = IGNORED
@@ -94,7 +91,6 @@ def check_columns(index: int, row: Mapping[str, Any], heeded: Sequence[str]) -> 
                 f"sample {index} has {name!r}, which nothing here heeds (heeded: {', '.join(heeded)}): remove the "
                 "column if the loss does not need it",
                 sample=index,
-                column=name,
             )
 
 

@@ -24,7 +24,7 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.models.hugging_face import model_shape
 from dynamic_cp.types import PlanOptions, Problem, Topology, Tree
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 from megatron.integrations.outside.collator import IGNORED
 from megatron.integrations.outside.lanes import Lanes
 from megatron.integrations.outside.models import (
@@ -51,8 +51,7 @@ def problem_of(
     config: PretrainedConfig, num_lanes: int, options: PlanOptions, *, hardware: str = "h100", ranks_per_node: int = 8
 ) -> Problem:
     """Return the planning problem of a transformers model; UnsupportedFeatureError for a model_type of unknown shape.
-    `hardware` is a bundled name or the path of a hardware file.
-    """
+    `hardware` is a bundled name or the path of a hardware file."""
     return Problem(
         topology=Topology(num_lanes=num_lanes, ranks_per_node=ranks_per_node),
         model=model_shape("the model's config", config.to_dict()),
@@ -62,29 +61,24 @@ def problem_of(
 
 
 def use_dynamic_cp(model: PreTrainedModel) -> None:
-    """Give a causal or masked LM our attention, for packed micro-batches only; before it is wrapped.
-
-    Raises:
-        UnsupportedFeatureError: attention dropout, layers with neither full nor linear attention, RoPE that depends on
-            the longest position of a batch, attention that is not from transformers' interface; or as
-            `linear_layers_of` and `first_position`.
-    """
+    """Give a causal or masked LM our attention, for packed micro-batches only; before it is wrapped. Raises
+    UnsupportedFeatureError: attention dropout, layers with neither full nor linear attention, RoPE that depends on the
+    longest position of a batch, attention that is not from transformers' interface; or as `linear_layers_of` and
+    `first_position`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     config = model.config
     for name in ("attention_dropout", "attention_probs_dropout_prob"):
         if dropout := getattr(config, name, 0.0):
             raise UnsupportedFeatureError(
-                f"the model has {name} {dropout}, our attention only 0: set config.{name} = 0.0",
-                attention_dropout=dropout,
+                f"the model has {name} {dropout}, our attention only 0: set config.{name} = 0.0"
             )
     layers = set(getattr(config, "layer_types", None) or ())
     if others := layers - {"full_attention", "linear_attention", "mlp", "moe"}:
         windows = " --window-size" * ("sliding_attention" in others)
         raise UnsupportedFeatureError(
             f"the model has layers of type {', '.join(sorted(others))}, ours are full_attention and linear_attention: "
-            f"train it with Megatron's layers (dynamic-cp weights, pretrain_gpt.py{windows}), or use another model",
-            layer_types=sorted(layers),
+            f"train it with Megatron's layers (dynamic-cp weights, pretrain_gpt.py{windows}), or use another model"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     of_layers = (rope, *(entry for entry in rope.values() if isinstance(entry, dict)))  # for each type, or for all
@@ -92,8 +86,7 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
     if rope_type is not None:
         raise UnsupportedFeatureError(
             f"the model has RoPE of type {rope_type!r}, whose angles depend on the longest position of a batch, and a "
-            "lane holds a part of it only: use default, linear, llama3 or yarn",
-            rope_type=rope_type,
+            "lane holds a part of it only: use default, linear, llama3 or yarn"
         )
     linear = linear_layers_of(model)
     AttentionInterface.register(ATTENTION, attention_forward)
@@ -129,10 +122,8 @@ def attention_forward(
         query: [1, heads, T, dim]; key, value: [1, kv_heads, T, dim].
         packed_seq_params: of the micro-batch; transformers hands on what `model(...)` was called with.
 
-    Raises:
-        InvalidInputError: the model was called without packed_seq_params.
-        UnsupportedFeatureError: see `scaled_dot_product_attention`; or a window, sinks, a cap or a bias.
-    """
+    Raises InvalidInputError: the model was called without packed_seq_params. Raises UnsupportedFeatureError: see
+    `scaled_dot_product_attention`; or a window, sinks, a cap or a bias."""
     if packed_seq_params is None:
         raise InvalidInputError(
             f"{ATTENTION!r} attention got 0 packed_seq_params, 1 is needed: call the model with model_inputs(batch) of "
@@ -162,8 +153,7 @@ def attention_forward(
 
 def no_mask(*_sizes: Any, attention_mask: Tensor | None = None, **_others: Any) -> None:
     """Make no mask, where transformers asks for one: packed_seq_params has the boundaries of documents. Raise
-    UnsupportedFeatureError if the model was called with an attention_mask.
-    """
+    UnsupportedFeatureError if the model was called with an attention_mask."""
     if attention_mask is not None:
         raise UnsupportedFeatureError(
             f"the model was called with an attention_mask of shape {tuple(attention_mask.shape)}, packed micro-batches "
@@ -186,8 +176,7 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 def causal_lm_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the sum of the losses of the lane's tokens by the model's own loss function, for `train_step`. With trees
-    of turns it is cross-entropy, because tokens that branches share count several times.
-    """
+    of turns it is cross-entropy, because tokens that branches share count several times."""
     params: DynamicPackedSeqParams = batch["packed_seq_params"]
     samples = params.masked_samples if params.placed is None else params.placed.samples
     if any(isinstance(sample.mask, Tree) for sample in samples or ()):
@@ -210,8 +199,7 @@ def _cross_entropy(model: torch.nn.Module, batch: dict[str, Any], reduction: str
 
 def lanes_of(accelerator: Accelerator, problem: Problem, *, timeout_s: float = 600.0) -> Lanes:
     """Return the lanes of an accelerate job: all its processes. Collective. UnsupportedFeatureError: parallelism that
-    takes ranks from the plan, or gradient accumulation, which the plan's micro-batches are.
-    """
+    takes ranks from the plan, or gradient accumulation, which the plan's micro-batches are."""
     config = accelerator.parallelism_config
     for name in ("cp_size", "sp_size", "tp_size"):
         size = getattr(config, name, 1) or 1
@@ -219,15 +207,12 @@ def lanes_of(accelerator: Accelerator, problem: Problem, *, timeout_s: float = 6
             raise UnsupportedFeatureError(
                 f"ParallelismConfig({name}={size}) on {accelerator.num_processes} processes cannot be combined with "
                 f"planned micro-batches: accelerate would shard a batch at the one degree {size}, without masking "
-                f"documents; leave {name} at 1, a plan chooses the CP size of each micro-batch among all processes",
-                name=name,
-                size=size,
+                f"documents; leave {name} at 1, a plan chooses the CP size of each micro-batch among all processes"
             )
     if accelerator.gradient_accumulation_steps != 1:
         raise UnsupportedFeatureError(
             f"gradient_accumulation_steps is {accelerator.gradient_accumulation_steps}, 1 is needed: a step already "
-            "has the micro-batches of its plan; raise the global batch size instead",
-            gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
+            "has the micro-batches of its plan; raise the global batch size instead"
         )
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,), mesh_dim_names=("lanes",))
     return Lanes.build(mesh, problem, timeout_s=timeout_s)

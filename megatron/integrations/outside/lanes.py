@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaneStep:
     """A lane's part of a step: of the plan, and its shards, micro-batch after micro-batch. `digest` is that of the
-    plan, and of the tokens if all lanes have read them all; it is equal on all lanes.
-    """
+    plan, and of the tokens if all lanes have read them all; it is equal on all lanes."""
 
     plan: LanePlan
     packed: PackedStep
@@ -65,11 +64,8 @@ class Lanes:
             problem: its topology has as many lanes as the mesh has ranks, and no TP or PP.
             timeout_s: of every exchange between lanes.
 
-        Raises:
-            InvalidInputError: the mesh and the topology differ, or the mesh leaves ranks out.
-            UnsupportedFeatureError: layers with windows, or linear attention whose kernel is missing or wrong on a
-                rank.
-        """
+        Raises InvalidInputError: the mesh and the topology differ, or the mesh leaves ranks out. Raises
+        UnsupportedFeatureError: layers with windows, or linear attention whose kernel is missing or wrong on a rank."""
         _check_mesh(mesh, problem)
         _check_masks(problem)
         flat = mesh if mesh.ndim == 1 else mesh._flatten("dynamic_cp_lanes")
@@ -105,8 +101,7 @@ class Lanes:
     def plan(self, samples: Sequence[Sample]) -> LanePlan:
         """Return this lane's part of the plan of a global batch. Collective: every rank plans the whole batch, in
         milliseconds, and compares digests. `pack` also takes plans of `plans.plan_source`, which plans ahead in its own
-        process. DynamicCPError, on every rank: there is no plan, or ranks planned different batches.
-        """
+        process. DynamicCPError, on every rank: there is no plan, or ranks planned different batches."""
         return agree(
             lambda: plan_for_lane(self.problem, samples, self.lane),
             lambda plan: plan.facts.digest,
@@ -117,8 +112,7 @@ class Lanes:
     def pack(self, plan: LanePlan, read_sample: ReadSample) -> LaneStep:
         """Read, pad and shard what this lane computes. Collective: a sample that cannot be read is an error on all.
         `read_sample` takes an id of this lane and returns tokens, labels (labels[i] follows tokens[i]) and loss mask,
-        all of the planned length.
-        """
+        all of the planned length."""
         packed = run_on_all_ranks(lambda: pack_step(plan, read_sample), self.device)
         return LaneStep(plan=plan, packed=packed, digest=plan.facts.digest)
 
@@ -128,8 +122,7 @@ class Lanes:
 
     def agreed(self, steps: Iterable[LaneStep]) -> Iterator[LaneStep]:
         """Yield the steps of a DataLoader, each after all lanes have it and hold the same batch. Collective.
-        DynamicCPError, on all lanes: what a lane's collator raised, different batches, or a lane that has no more.
-        """
+        DynamicCPError, on all lanes: what a lane's collator raised, different batches, or a lane that has no more."""
         iterator = iter(steps)
         while True:
             step = run_on_all_ranks(lambda: next(iterator, None), self.device)
@@ -155,8 +148,7 @@ def _check_masks(problem: Problem) -> None:
         )
         raise UnsupportedFeatureError(
             f"{model.windows_in_words}, loops outside Megatron have one mask for all layers, that of each sample: "
-            f"{remedy}train it with Megatron's layers (pretrain_gpt.py --window-size)",
-            window_tokens=model.window_tokens,
+            f"{remedy}train it with Megatron's layers (pretrain_gpt.py --window-size)"
         )
 
 
@@ -165,21 +157,15 @@ def _check_mesh(mesh: DeviceMesh, problem: Problem) -> None:
     if topology.tp_size * topology.pp_size != 1:
         raise InvalidInputError(
             f"the topology has tp_size {topology.tp_size} and pp_size {topology.pp_size}, loops outside Megatron have "
-            "1 and 1: give Topology(num_lanes=...) alone",
-            tp_size=topology.tp_size,
-            pp_size=topology.pp_size,
+            "1 and 1: give Topology(num_lanes=...) alone"
         )
     if mesh.size() != dist.get_world_size():
         raise InvalidInputError(
             f"the mesh has {mesh.size()} ranks, the job {dist.get_world_size()}: every rank must be a lane; give the "
-            "mesh of all ranks",
-            mesh_ranks=mesh.size(),
-            world_size=dist.get_world_size(),
+            "mesh of all ranks"
         )
     if mesh.size() != topology.num_lanes:
         raise InvalidInputError(
             f"the mesh has {mesh.size()} ranks, the topology {topology.num_lanes} lanes: plan with "
-            f"Topology(num_lanes={mesh.size()})",
-            mesh_ranks=mesh.size(),
-            num_lanes=topology.num_lanes,
+            f"Topology(num_lanes={mesh.size()})"
         )

@@ -23,7 +23,7 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.hugging_face import MODEL_TYPES
 from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 _DOCUMENTS = ((5, 7, 6), (9, 5, 8, 6))
 """Token ids. In a pack the first document's last token has a new neighbour, and the second begins later in the row."""
@@ -55,15 +55,10 @@ class Trial:
 
 
 def first_position(model: torch.nn.Module) -> int:
-    """Return the position_ids that the model gives the first token of a document by itself.
-
-    Args:
-        model: with our attention, without a wrapper. On the meta device it cannot be tried: then only families whose
-            shape is known are taken.
-
-    Raises:
-        UnsupportedFeatureError: tokens of a pack differ from those of documents alone, whatever the positions are.
-    """
+    """Return the position_ids that the model gives the first token of a document by itself. `model`: with our
+    attention, without a wrapper. On the meta device it cannot be tried: then only families whose shape is known are
+    taken. Raises UnsupportedFeatureError: tokens of a pack differ from those of documents alone, whatever the positions
+    are."""
     name, config = type(model).__name__, model.config
     weights = next(model.parameters())
     if weights.is_meta:

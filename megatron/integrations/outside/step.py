@@ -22,7 +22,7 @@ from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureEr
 from dynamic_cp.types import CAUSAL
 from megatron.dynamic_cp.attention.thd import attention_thd
 from megatron.dynamic_cp.data.micro_batches import micro_batches
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.integrations.outside.lanes import Lanes, LaneStep
 
 _TORCH_CP = "torch.distributed.tensor.experimental"
@@ -50,11 +50,9 @@ def scaled_dot_product_attention(
         attn_mask, dropout_p, is_causal: only None, 0, and None or what was planned for are possible.
         scale: of the scores; default 1 / sqrt(dim).
 
-    Raises:
-        UnsupportedFeatureError: a mask, dropout, another `is_causal`, or torch's context_parallel around this.
-        InvalidInputError: another number of tokens than the micro-batch has on this lane, a batch of several rows, or
-            unequal numbers of heads without `enable_gqa`.
-    """
+    Raises UnsupportedFeatureError: a mask, dropout, another `is_causal`, or torch's context_parallel around this.
+    Raises InvalidInputError: another number of tokens than the micro-batch has on this lane, a batch of several rows,
+    or unequal numbers of heads without `enable_gqa`."""
     refuse_torch_context_parallel(query)
     planned = packed_seq_params.mask == CAUSAL
     if attn_mask is not None or dropout_p or is_causal not in (None, planned):
@@ -69,17 +67,10 @@ def scaled_dot_product_attention(
         raise InvalidInputError(
             f"attention got {query.shape[0]} rows of {query.shape[2]} tokens, the micro-batch has 1 row of {num_tokens}"
             f" on this lane ({packed_seq_params.label}): pass the tokens of the micro-batch, unchanged, and its "
-            "own packed_seq_params",
-            rows=query.shape[0],
-            tokens=query.shape[2],
-            expected_tokens=num_tokens,
+            "own packed_seq_params"
         )
     if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise InvalidInputError(
-            f"{query.shape[1]} query heads and {key.shape[1]} KV heads need enable_gqa=True",
-            query_heads=query.shape[1],
-            kv_heads=key.shape[1],
-        )
+        raise InvalidInputError(f"{query.shape[1]} query heads and {key.shape[1]} KV heads need enable_gqa=True")
     # A shard of one token makes any layout contiguous by its strides, so ask for it.
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     out_THD = attention_thd(q_THD, k_THD, v_THD, packed_seq_params, scale or query.shape[-1] ** -0.5)
@@ -88,8 +79,7 @@ def scaled_dot_product_attention(
 
 def refuse_torch_context_parallel(query: Tensor) -> None:
     """Raise UnsupportedFeatureError inside torch's `context_parallel`, which patches `F.scaled_dot_product_attention`
-    and has already cut the buffers, or for a tensor that it has sharded.
-    """
+    and has already cut the buffers, or for a tensor that it has sharded."""
     is_patched = getattr(F.scaled_dot_product_attention, "__module__", "").startswith(_TORCH_CP)
     if is_patched or isinstance(query, DTensor):
         what = "inside torch's context_parallel(...)" if is_patched else "with a DTensor"
@@ -140,10 +130,8 @@ def train_step(
         backward: what to call on the loss, such as `accelerator.backward`.
         label: where in the run this is, for error messages.
 
-    Raises:
-        InvalidInputError: a model that does not reduce gradients over all lanes.
-        DataError: no token of the global batch has a loss.
-    """
+    Raises InvalidInputError: a model that does not reduce gradients over all lanes. Raises DataError: no token of the
+    global batch has a loss."""
     check_reduces_over(model, lanes.num_lanes)
     num_tokens = round(_summed(step.packed.loss_mask.sum(dtype=torch.float64), lanes))
     if num_tokens == 0:
@@ -177,9 +165,7 @@ def check_reduces_over(model: torch.nn.Module, num_lanes: int) -> None:
         raise InvalidInputError(
             f"the model reduces gradients over {num_ranks} ranks, the job has {num_lanes} lanes: wrap it as "
             "DistributedDataParallel(model, process_group=lanes.mesh.get_group()) or fully_shard(model, "
-            "mesh=lanes.mesh)",
-            num_ranks=num_ranks,
-            num_lanes=num_lanes,
+            "mesh=lanes.mesh)"
         )
 
 

@@ -34,7 +34,7 @@ from megatron.dynamic_cp.agreement.messages import all_gather_bytes, encode_valu
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.data.micro_batches import micro_batches
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 from megatron.integrations import untested
 from megatron.integrations.outside.collator import COLUMNS, read_row
 from megatron.integrations.outside.hugging_face import lanes_of, model_inputs, problem_of, use_dynamic_cp
@@ -72,9 +72,7 @@ class PlannedMicroBatches:
         hardware: a bundled name or the path of a hardware file.
         others: the Trainer's own, without `data_collator`.
 
-    Raises:
-        UnsupportedFeatureError: a Trainer or a setting that needs the batches as they would be without a plan.
-    """
+    Raises UnsupportedFeatureError: a Trainer or a setting that needs the batches as they would be without a plan."""
 
     def __init__(
         self, *args: Any, plan_options: PlanOptions, hardware: str = "h100", ranks_per_node: int = 8, **others: Any
@@ -112,10 +110,7 @@ class PlannedMicroBatches:
         self, epoch_iterator: Iterator[RawBatch], num_batches: int, device: torch.device
     ) -> tuple[list[PlannedInputs], Tensor | None]:
         """Return this rank's packs of what all ranks draw, and the number of all their tokens with a loss. Collective.
-
-        Raises:
-            DynamicCPError: a row that cannot be read or planned, on all ranks; or no token has a loss.
-        """
+        Raises DynamicCPError: a row that cannot be read or planned, on all ranks; or no token has a loss."""
         drawn = run_on_all_ranks(lambda: self._draw(epoch_iterator, num_batches), self.lanes.device)
         num_inputs, step, num_tokens = self._planned(drawn)
         if step is None:

@@ -27,7 +27,7 @@ from dynamic_cp.types import Sample
 from megatron.dynamic_cp.agreement.verify import agree
 from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, packed_buckets, shards_of
-from megatron.dynamic_cp.layout.token_owners import segments_of
+from megatron.dynamic_cp.packed_seq_params import segments_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,8 +121,7 @@ def agreed_order(
     samples: Sequence[Sample], plan: LanePlan, device: torch.device, check: Callable[[], None] = lambda: None
 ) -> tuple[CallerOrder, list[LocalTokens]]:
     """Return the order of samples, equal on all ranks, and the local tokens of this lane's micro-batches. Collective
-    over the job: other samples on a rank, or what its `check` raises, is an error on all.
-    """
+    over the job: other samples on a rank, or what its `check` raises, is an error on all."""
 
     def prepare() -> tuple[CallerOrder, list[LocalTokens]]:
         check()
@@ -187,23 +186,20 @@ class Columns:
     @classmethod
     def of(cls, order: CallerOrder, given: GivenColumns) -> Columns:
         """Return the columns of samples; DataError for a name that is taken, another number of samples, or values that
-        fit neither tokens nor responses or are no finite numbers.
-        """
+        fit neither tokens nor responses or are no finite numbers."""
         of_tokens, of_responses = {}, {}
         for name, values in given.items():
             if name in RESERVED:
                 raise DataError(
                     f"column {name!r} has one of {len(RESERVED)} names that are taken ({', '.join(RESERVED)}): "
-                    "rename it",
-                    column=name,
+                    "rename it"
                 )
             if len(values) == order.num_responses != len(order.samples):
                 values = np.split(_array(name, values), order.first_responses[1:-1])
             if len(values) != len(order.samples):
                 raise DataError(
                     f"column {name!r} has {len(values)} entries, the pass {len(order.samples)} samples of "
-                    f"{order.num_responses} responses: give one for each sample, in the order of the samples",
-                    column=name,
+                    f"{order.num_responses} responses: give one for each sample, in the order of the samples"
                 )
             arrays = [_values(name, index, value) for index, value in enumerate(values)]
             if _are_of_responses(name, order, arrays):
@@ -252,8 +248,7 @@ def _values(name: str, index: int, value: Any) -> NDArray[np.float32]:
     if num_bad:
         raise DataError(
             f"column {name!r} has {num_bad} values of {array.size} that are not finite in the sample at place {index}: "
-            "give 0 where a token has no loss",
-            column=name,
+            "give 0 where a token has no loss"
         )
     return array
 
@@ -262,7 +257,7 @@ def _array(name: str, value: Any) -> NDArray[np.float32]:
     try:
         return np.asarray(value.detach().float().cpu() if isinstance(value, Tensor) else value, dtype=np.float32)
     except (TypeError, ValueError) as error:
-        raise DataError(f"column {name!r} is not of numbers ({error}): give arrays or tensors", column=name) from None
+        raise DataError(f"column {name!r} is not of numbers ({error}): give arrays or tensors") from None
 
 
 def _are_of_responses(name: str, order: CallerOrder, arrays: Sequence[NDArray[np.float32]]) -> bool:
@@ -279,7 +274,6 @@ def _are_of_responses(name: str, order: CallerOrder, arrays: Sequence[NDArray[np
         f"column {name!r} has {arrays[index].size} values in sample {index} (id {sample.sample_id}), which "
         f"has {sample.seqlen} tokens and {number} response{'s' * (number > 1)}: give all samples one value for each "
         "token, or all one for each response",
-        column=name,
         sample_id=sample.sample_id,
     )
 
@@ -304,8 +298,7 @@ class PassOutputs:
 
 class Gatherer:
     """Puts the outputs of micro-batches in their places. `names` are those of the outputs, the same on all ranks;
-    `is_speaker` is false on ranks that have no outputs or repeat those of another.
-    """
+    `is_speaker` is false on ranks that have no outputs or repeat those of another."""
 
     def __init__(
         self, order: CallerOrder, names: tuple[str, ...], device: torch.device, *, is_speaker: bool = True
@@ -326,8 +319,7 @@ class Gatherer:
 
     def gathered(self) -> PassOutputs:
         """Return the results. Collective over the job, two all-reduces: of all tokens, and of all responses.
-        DisagreementError if a token was not computed exactly once.
-        """
+        DisagreementError if a token was not computed exactly once."""
         dist.all_reduce(self._tokens)
         dist.all_reduce(self._sums)
         tokens, sums = self._tokens[:, :-1].cpu().numpy(), self._sums.cpu().numpy()
@@ -335,8 +327,7 @@ class Gatherer:
         if num_wrong:
             raise DisagreementError(
                 f"{num_wrong} of {self._order.num_tokens} tokens were not computed exactly once: run the plan of these "
-                f"{len(self._order.samples)} samples, and no other",
-                num_wrong=num_wrong,
+                f"{len(self._order.samples)} samples, and no other"
             )
         ends = self._order.starts[1:-1]
         return PassOutputs(

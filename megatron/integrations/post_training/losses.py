@@ -24,7 +24,7 @@ from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureEr
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import is_placed
 from megatron.dynamic_cp.agreement.verify import agree
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 from megatron.integrations.post_training.caller_order import (
     OUTPUTS,
     CallerOrder,
@@ -42,8 +42,7 @@ A response without a token with a loss does not count."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
     """A loss of each token. `of_tokens` takes values [T] and returns losses [T]; all values of a token without a loss
-    are 0, and its result does not count. `needs` names the outputs and columns that it reads.
-    """
+    are 0, and its result does not count. `needs` names the outputs and columns that it reads."""
 
     of_tokens: Callable[[Values], Tensor]
     needs: tuple[str, ...] = ()
@@ -84,8 +83,7 @@ def check_loss(
 ) -> None:
     """Raise DataError if the loss needs a column or an output that is missing or samples have another number of
     responses, InvalidInputError if its mean is unknown or not above 0, and UnsupportedFeatureError if sums over
-    responses have lanes that are no CP group of their own.
-    """
+    responses have lanes that are no CP group of their own."""
     if loss.mean not in ("tokens", "samples") and not isinstance(loss.mean, Real):
         raise InvalidInputError(f"the mean is {loss.mean!r}: give 'tokens', 'samples', or a number to divide by")
     if isinstance(loss.mean, Real) and not loss.mean > 0:
@@ -96,8 +94,7 @@ def check_loss(
         raise DataError(
             f"the loss reads {len(loss.needs)} outputs and columns, {len(missing)} of them are not there: "
             f"{', '.join(map(repr, missing))}; there are {', '.join(map(repr, there))}: have an output computed, or "
-            "give the column",
-            missing=missing,
+            "give the column"
         )
     _try(loss, columns, outputs)
     if isinstance(loss, TokenLoss):
@@ -115,8 +112,7 @@ def check_loss(
         if is_placed(bucket.cp_comm_type) and not is_block:
             raise UnsupportedFeatureError(
                 f"a loss of whole responses, and placed attention on {bucket.cp_size} lanes from {bucket.first_lane} "
-                "on, which are no CP group of their own: plan with other exchanges than blocks",
-                cp_size=bucket.cp_size,
+                "on, which are no CP group of their own: plan with other exchanges than blocks"
             )
 
 
@@ -140,15 +136,13 @@ class _Named(dict[str, Tensor]):
         self._of = of
         if twice := [name for name in computed if name in known]:
             raise DataError(
-                f"{twice[0]!r} is computed of each {of}, and is the name of what is given, too: rename one of them",
-                name=twice[0],
+                f"{twice[0]!r} is computed of each {of}, and is the name of what is given, too: rename one of them"
             )
 
     def __missing__(self, name: str) -> Tensor:
         raise DataError(
             f"the loss reads {name!r} of each {self._of}, where {', '.join(map(repr, sorted(self)))} are: have an "
-            f"output computed (`TorchPasses.names` says which are), or give a column of one value for each {self._of}",
-            name=name,
+            f"output computed (`TorchPasses.names` says which are), or give a column of one value for each {self._of}"
         )
 
 
@@ -171,8 +165,7 @@ class Objective:
     @classmethod
     def of(cls, loss: Loss, columns: Columns, counts: Tensor) -> Objective:
         """Return the objective; `counts` are the tokens with a loss of each response, summed over the job. DataError if
-        there are none, or none of a response that the loss cannot leave out.
-        """
+        there are none, or none of a response that the loss cannot leave out."""
         num_tokens, num_responses = round(float(counts.sum())), int((counts > 0).sum())
         if num_tokens == 0:
             raise DataError(
@@ -182,8 +175,7 @@ class Objective:
         if num_empty and isinstance(loss, ResponseLoss) and (loss.group_size or loss.needs_all):
             raise DataError(
                 f"{num_empty} of {len(counts)} responses have 0 tokens with a loss, the first is number "
-                f"{int(counts.argmin())}, and the loss is of all: mend the loss mask, or leave its sample or pair out",
-                num_empty=num_empty,
+                f"{int(counts.argmin())}, and the loss is of all: mend the loss mask, or leave its sample or pair out"
             )
         divisors: dict[Any, float] = {"tokens": num_tokens, "samples": num_responses}
         return cls(
@@ -202,8 +194,7 @@ class Objective:
     def share(self, outputs: Values, loss_mask: Tensor, local: LocalTokens, params: DynamicPackedSeqParams) -> Tensor:
         """Return a lane's part in the loss of a micro-batch; the sum over the job, / divisor, is the loss. A loss of
         responses is collective over the micro-batch's CP group, in backward, too. `outputs` and `loss_mask` (0 for
-        padding) are [T] or [1, T].
-        """
+        padding) are [T] or [1, T]."""
         mask = local.masked(loss_mask)
         own = {name: output.reshape(-1)[local.tokens] for name, output in outputs.items()}
         given = self.columns.on_entries(local)
@@ -259,8 +250,7 @@ def agreed_columns(
     outputs: Sequence[str] = OUTPUTS,
 ) -> Columns:
     """Return the columns of a pass once all ranks found them good, equal and enough for the loss; otherwise all raise
-    the same DynamicCPError. Collective. The pass computes `outputs`.
-    """
+    the same DynamicCPError. Collective. The pass computes `outputs`."""
 
     def prepare() -> Columns:
         checked = Columns.of(order, columns)
@@ -274,8 +264,7 @@ def count_tokens(
     order: CallerOrder, of_lane: Sequence[LocalTokens], masks: Sequence[Tensor], device: torch.device
 ) -> Tensor:
     """Return the tokens with a loss of each response of the job, float64 [responses]. Collective. Ranks that repeat
-    what others have give no micro-batches. All raise DataError if a mask is no whole number.
-    """
+    what others have give no micro-batches. All raise DataError if a mask is no whole number."""
     # The last entry counts tokens with a bad mask.
     counts = torch.zeros(order.num_responses + 1, dtype=torch.float64, device=device)
     for micro_batch, given in zip(of_lane, masks, strict=True):
@@ -286,7 +275,6 @@ def count_tokens(
     if num_bad := int(counts[-1]):
         raise DataError(
             f"{num_bad} tokens have a loss mask that is no whole number from 0 on, which runtimes cannot count: give 0 "
-            "and 1, and weights as a column that your loss reads",
-            num_bad=num_bad,
+            "and 1, and weights as a column that your loss reads"
         )
     return counts[:-1]

@@ -1,6 +1,5 @@
 """Passes of post-training on Megatron's runtime: lanes, TP, PP and experts, on megatron-core's schedules. In the place
-of losses the last stage computes `TokenOutputs` of each token.
-"""
+of losses the last stage computes `TokenOutputs` of each token."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.data.micro_batches import handed_out
 from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel, loss_chunk_of, token_log_probs
-from megatron.dynamic_cp.step.loss import LossOutput, run_forward
-from megatron.dynamic_cp.step.schedule import run_schedule
+from megatron.dynamic_cp.step.schedule import LossOutput, run_forward, run_schedule
 from megatron.integrations.post_training.caller_order import (
     Gatherer,
     GivenColumns,
@@ -63,8 +61,7 @@ class TokenOutputs:
 
     def check(self, chunks: Sequence[GPTModel]) -> None:
         """Raise InvalidInputError if nothing is asked for or a head is missing, and UnsupportedFeatureError for a model
-        with multi-token prediction or of another package.
-        """
+        with multi-token prediction or of another package."""
         if not self.names:
             raise InvalidInputError("0 outputs are asked for: have log_probs, values or both computed")
         for chunk in chunks:
@@ -117,8 +114,7 @@ _NAME = "value_head"
 
 class ValueHead(torch.nn.Module):
     """A linear layer of width 1: the value of each token, or at its end that of a sample. Every TP rank has all its
-    weights, which `seed` decides. With sequence parallelism each computes its part of the tokens.
-    """
+    weights, which `seed` decides. With sequence parallelism each computes its part of the tokens."""
 
     def __init__(self, config: Any, seed: int = 0) -> None:
         super().__init__()
@@ -141,8 +137,7 @@ class ValueHead(torch.nn.Module):
 
 def add_value_head(model: Sequence[GPTModel], *, replaces_lm_head: bool = False, seed: int = 0) -> None:
     """Give the last stage's bare chunks a value head, on all ranks, before the model is wrapped. With
-    `replaces_lm_head` the LM head is removed, unless its weights are the embedding's.
-    """
+    `replaces_lm_head` the LM head is removed, unless its weights are the embedding's."""
     for chunk in model:
         if chunk.post_process:
             setattr(chunk, _NAME, ValueHead(chunk.config, seed))
@@ -200,11 +195,8 @@ class MegatronPasses:
         self, data: StepData, plan: LanePlan, samples: Sequence[Sample], columns: GivenColumns, loss: Loss
     ) -> PassResult:
         """Add the gradients of the loss of a global batch to the buffers. Collective over the job. `data` and `plan`
-        are as for `forward`; `columns` are those of `samples`, in their order.
-
-        Raises:
-            DynamicCPError: bad columns, no token with a loss, or outputs that the model cannot compute; on all ranks.
-        """
+        are as for `forward`; `columns` are those of `samples`, in their order. Raises DynamicCPError: bad columns, no
+        token with a loss, or outputs that the model cannot compute; on all ranks."""
         device = collective_device()
         order, of_lane = agreed_order(samples, plan, device, partial(self._check, data, trains=True))
         checked = agreed_columns(order, columns, loss, plan, device, self.outputs.names)

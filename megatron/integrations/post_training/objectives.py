@@ -48,8 +48,7 @@ def ppo_clip(
 
 def gspo(*, low: float = 3e-4, high: float = 4e-4) -> ResponseLoss:
     """Return the clipped loss of a response's mean ratio; columns "advantages" and "old_log_probs". `low` and `high`:
-    how far below and above 1 the ratio may go. Source: Zheng et al. 2025 (arXiv 2507.18071).
-    """
+    how far below and above 1 the ratio may go. Source: Zheng et al. 2025 (arXiv 2507.18071)."""
 
     def of_responses(of: Values) -> Tensor:
         return clipped(torch.exp(of["log_ratio"] / of["num_tokens"]), of["advantages"], low, high)
@@ -64,8 +63,7 @@ def gspo(*, low: float = 3e-4, high: float = 4e-4) -> ResponseLoss:
 def dpo(*, beta: float = 0.1) -> ResponseLoss:
     """Return the loss of preference pairs: the first response of a sample is chosen, the second rejected. Its column
     "reference" has the reference's log-probs summed over each response. Source: Rafailov et al. 2023 (arXiv
-    2305.18290).
-    """
+    2305.18290)."""
 
     def of_responses(of: Values) -> Tensor:
         gains = (of["sum"] - of["reference"]).unflatten(0, (-1, 2))
@@ -99,8 +97,7 @@ def dpo_apart(*, beta: float = 0.1) -> ResponseLoss:
 
 def value_regression(*, clip: float | None = None, mean: Mean = "tokens") -> TokenLoss:
     """Return half the squared distance of values from "returns"; a value that goes further than `clip` from
-    "old_values" gains nothing by that, as in PPO.
-    """
+    "old_values" gains nothing by that, as in PPO."""
 
     def of_tokens(of: Values) -> Tensor:
         losses = (of["values"] - of["returns"]).square()
@@ -114,8 +111,7 @@ def value_regression(*, clip: float | None = None, mean: Mean = "tokens") -> Tok
 
 def reward_pairs() -> ResponseLoss:
     """Return the loss of a reward model: the first response of a sample should have a greater reward than the second. A
-    reward is the sum of a response's values, so give a loss mask that is 1 at its last token alone.
-    """
+    reward is the sum of a response's values, so give a loss mask that is 1 at its last token alone."""
 
     def of_responses(of: Values) -> Tensor:
         rewards = of["sum"].unflatten(0, (-1, 2))
@@ -158,8 +154,7 @@ def _grouped(
     values: ArrayLike, groups: Sequence[Hashable], what: str, least: int, most: int | None
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the values, each one's group as a number in the order of appearance, and the groups' sizes. A group,
-    called `what` in errors, may have `least` to `most` responses (None: any number).
-    """
+    called `what` in errors, may have `least` to `most` responses (None: any number)."""
     given = np.asarray(values, np.float64)
     if len(given) != len(groups):
         raise DataError(f"{len(given)} responses have {len(groups)} {what}s: name one for each response")
@@ -170,7 +165,6 @@ def _grouped(
         if size < least or size > (most or size):
             raise DataError(
                 f"{what} {group!r} has {size} response{'s' * (size > 1)}, {'at least ' * (most is None)}{least} are "
-                f"needed: complete it, or leave the {what} out",
-                size=size,
+                f"needed: complete it, or leave the {what} out"
             )
     return given, numbers, sizes

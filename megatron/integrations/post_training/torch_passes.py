@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.data.micro_batches import micro_batches
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats
 from megatron.integrations.outside.lanes import Lanes, LaneStep
 from megatron.integrations.outside.step import StepResult, train_step
 from megatron.integrations.post_training.caller_order import (
@@ -76,8 +76,7 @@ class TorchPasses:
 
     def forward(self, step: LaneStep, samples: Sequence[Sample], *, label: str = "forward pass") -> PassOutputs:
         """Return the outputs of all tokens in the order of `samples`, on all ranks. Collective. The model runs in
-        evaluation mode on `step`, which is of these samples; `label` says in errors where this is.
-        """
+        evaluation mode on `step`, which is of these samples; `label` says in errors where this is."""
         order, of_lane = agreed_order(samples, step.plan, self.lanes.device)
         gatherer = None
         with evaluating([self.model]):
@@ -102,8 +101,7 @@ class TorchPasses:
     ) -> StepResult:
         """Add the gradients of the loss of a global batch to what is there; see `train_step`. Collective. `step` and
         `columns` are of these samples, in their order. DynamicCPError, on all ranks: bad columns, or no token with a
-        loss.
-        """
+        loss."""
         order, of_lane = agreed_order(samples, step.plan, self.lanes.device)
         checked = agreed_columns(order, columns, loss, step.plan, self.lanes.device, self.names)
         sizes = [len(micro_batch.places) for micro_batch in of_lane]

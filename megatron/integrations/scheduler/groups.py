@@ -37,14 +37,11 @@ def groups_of(plan: Plan, *, multiple: int = 1, max_samples: int | None = None) 
         multiple: what the number of micro-batches must be a multiple of (interleaved pipelines).
         max_samples: of one pack; None: any.
 
-    Raises:
-        InvalidInputError: lanes that are no power of two, or fewer samples than micro-batches are needed.
-    """
+    Raises InvalidInputError: lanes that are no power of two, or fewer samples than micro-batches are needed."""
     num_lanes = plan.topology.num_lanes
     if not is_power_of_two(num_lanes):
         raise InvalidInputError(
-            f"{num_lanes} lanes are not a power of two: Megatron-LM builds dynamic CP groups for powers of two only",
-            num_lanes=num_lanes,
+            f"{num_lanes} lanes are not a power of two: Megatron-LM builds dynamic CP groups for powers of two only"
         )
     rows = [
         [
@@ -134,10 +131,7 @@ def _filled(rows: Sequence[Sequence[Pack]], num_lanes: int, multiple: int, max_s
 
 def spread(packs: Sequence[Pack], num_lanes: int) -> list[list[int]]:
     """Return the ids of each of `num_lanes` lanes, none of them empty; packs get aligned lanes, at least their own.
-
-    Args:
-        packs: at least one; together they need no more than `num_lanes`, a power of two.
-    """
+    `packs`: at least one; together they need no more than `num_lanes`, a power of two."""
     if len(packs) == 1:
         return [list(packs[0].ids) for _ in range(num_lanes)]
     halves: tuple[list[Pack], list[Pack]] = ([], [])
@@ -153,15 +147,9 @@ def spread(packs: Sequence[Pack], num_lanes: int) -> list[list[int]]:
 def check_groups(
     groups: Groups, seqlens: Mapping[int, int], *, num_lanes: int, max_tokens_per_rank: int, multiple: int = 1
 ) -> Counter[int]:
-    """Check that groups are what Megatron-LM's data path takes; return CP size -> number of packs.
-
-    Args:
-        seqlens: id -> padded tokens, of all samples.
-
-    Raises:
-        IllegalPlanError: a sample that is not there once, a lane without samples, a CP group that is not an aligned
-            power of two of lanes, too many tokens, or a wrong number of micro-batches.
-    """
+    """Check that groups are what Megatron-LM's data path takes; return CP size -> number of packs. `seqlens`: id ->
+    padded tokens, of all samples. Raises IllegalPlanError: a sample that is not there once, a lane without samples, a
+    CP group that is not an aligned power of two of lanes, too many tokens, or a wrong number of micro-batches."""
     seen: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
     if len(groups) % multiple:
@@ -219,9 +207,7 @@ def _split_one(groups: Groups, multiple: int) -> None:
         (only,) = packs
         if len(only.ids) == 1:
             raise InvalidInputError(
-                f"{len(groups)} samples cannot fill a multiple of {multiple} micro-batches: raise the batch size",
-                num_samples=len(groups),
-                multiple=multiple,
+                f"{len(groups)} samples cannot fill a multiple of {multiple} micro-batches: raise the batch size"
             )
         half = len(only.ids) // 2
         packs = [Pack(cp_size=only.cp_size, ids=only.ids[:half]), Pack(cp_size=only.cp_size, ids=only.ids[half:])]

@@ -57,11 +57,8 @@ class Job:
         )
 
     def problem(self, num_lanes: int, max_tokens_per_rank: int, min_cp_size: int = 1) -> Problem:
-        """Return what the planner is asked, for the lanes and limits of a scheduler.
-
-        Raises:
-            DynamicCPError: no model, or numbers that contradict each other.
-        """
+        """Return what the planner is asked, for the lanes and limits of a scheduler. Raises DynamicCPError: no model,
+        or numbers that contradict each other."""
         if self.model is None:
             raise InvalidInputError(
                 f"no model to plan for: give one to job_of(), or name one in {MODEL}: a bundled name or a config.json"
@@ -127,11 +124,8 @@ def job_of(
 
 
 def job_of_environment() -> Job:
-    """Return the job that environment variables name.
-
-    Raises:
-        DynamicCPError: an unknown model or hardware, or a size that is no number.
-    """
+    """Return the job that environment variables name. Raises DynamicCPError: an unknown model or hardware, or a size
+    that is no number."""
     layout = {"tp_size": _size(TP), "pp_size": _size(PP)}
     return job_of(
         os.environ.get(MODEL) or None,
@@ -164,4 +158,4 @@ def _size(variable: str) -> int | None:
 
 def _check_names(what: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     if unknown := [name for name in given if name not in known]:
-        raise InvalidInputError(f"{what} has no {unknown[0]}: known are {', '.join(known)}", name=unknown[0])
+        raise InvalidInputError(f"{what} has no {unknown[0]}: known are {', '.join(known)}")

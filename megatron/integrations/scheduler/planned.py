@@ -169,8 +169,7 @@ def scheduler_class(job: Job, base: type = PlainScheduler) -> type:
 
         def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> Groups:
             """Return groups[micro-batch][lane] -> ids; if they cannot be planned, those of the base class, with one
-            warning. Raise InfeasibleSampleError for a sample that all lanes together cannot hold.
-            """
+            warning. Raise InfeasibleSampleError for a sample that all lanes together cannot hold."""
             seqlens = {int(sample): int(seqlen) for sample, seqlen in sample_id_seqlens}
             try:
                 planned = plan_groups(self.job, limits_of(self), seqlens)

@@ -35,9 +35,7 @@ def register(job: Job, *, as_theirs: bool = True) -> type:
     module = importlib.import_module(_MODULE)
     for symbol in SCHEDULERS:
         if not hasattr(module, symbol):
-            raise UnsupportedFeatureError(
-                f"{_MODULE} has no {symbol}: use a checkout of dev from August 2026 on", symbol=symbol
-            )
+            raise UnsupportedFeatureError(f"{_MODULE} has no {symbol}: use a checkout of dev from August 2026 on")
     base = module.DefaultDynamicCPScheduler
     chosen = scheduler_class(job, getattr(base, "replaces", base))
     module.scheduler_map[NAME] = chosen

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError, MemoryLimitError
-from megatron.dynamic_cp.measuring.machine import free_bytes
+from megatron.dynamic_cp.measuring import free_bytes
 from megatron.trainer.checkpoints.checkpoint_files import explain_refused_write, is_refused_write, sync_folder
 
 

@@ -141,8 +141,7 @@ def commit(
     partial: Path, iteration: int, run: Mapping[str, Any], written: Mapping[str, FileRecord] | None = None
 ) -> Path:
     """Write the manifest with `run`, JSON values, rename `partial` to its final name and point the tracker at it. Files
-    that are not in `written`, records of files hashed while they were written, are read and hashed.
-    """
+    that are not in `written`, records of files hashed while they were written, are read and hashed."""
     final = partial.with_name(_name(iteration))
     with _reporting(final):
         files = manifest.record_files(partial, written or {})

@@ -80,9 +80,7 @@ def read_run(folder: Path, model: Mapping[str, Any], *, weights_only: bool) -> d
         model: `derive.model_identity` of this run.
         weights_only: only weights are wanted.
 
-    Raises:
-        CheckpointError: it is Megatron-LM's, of a kind that cannot be read.
-    """
+    Raises CheckpointError: it is Megatron-LM's, of a kind that cannot be read."""
     if (folder / manifest.NAME).exists() or not (folder / "metadata.json").exists():
         return None
     try:
@@ -91,8 +89,7 @@ def read_run(folder: Path, model: Mapping[str, Any], *, weights_only: bool) -> d
         raise
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ImportError, *_OTHER_CONTENT) as error:
         raise CheckpointError(
-            f"{folder} has no {manifest.NAME}, and its metadata.json or common.pt cannot be read as "
-            "Megatron-LM's "
+            f"{folder} has no {manifest.NAME}, and its metadata.json or common.pt cannot be read as Megatron-LM's "
             f"({type(error).__name__}: {error}): resume from an older checkpoint by writing its iteration into "
             f"{checkpoint_files.TRACKER}"
         ) from error

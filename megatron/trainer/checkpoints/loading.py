@@ -43,9 +43,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
         finetune: load the weights only and begin at iteration 0; imported weights are always loaded so.
         required: a folder without a checkpoint is an error; otherwise the run starts afresh.
 
-    Raises:
-        CheckpointError: damaged, missing, or of another model, data set or seed; on every rank.
-    """
+    Raises CheckpointError: damaged, missing, or of another model, data set or seed; on every rank."""
     found = run_on_rank_zero(lambda: _find(load_dir, required, trainable.identity["model"], finetune), _found)
     if found is None:
         logger.info("no checkpoint in %s: starting afresh", load_dir)
@@ -99,9 +97,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
             dict(trainable.layout),
         )
     position = Position(
-        iteration=run["iteration"],
-        consumed_samples=run["consumed_samples"],
-        coefficients=run.get("coefficients"),
+        iteration=run["iteration"], consumed_samples=run["consumed_samples"], coefficients=run.get("coefficients")
     )
     logger.info("loaded %s: iteration %d, %d consumed samples", folder, position.iteration, position.consumed_samples)
     return position
@@ -197,8 +193,7 @@ def _checked_vocabulary(trainable: Trainable, saved: Mapping[str, Any], folder: 
 
 def _has_adapters(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path, weights_only: bool) -> bool:
     """Return whether the checkpoint has this run's adapters. CheckpointError if it has others, or none although the run
-    goes on with its optimizer; with weights only, adapters begin anew.
-    """
+    goes on with its optimizer; with weights only, adapters begin anew."""
     ours, theirs = own.get("adapters"), saved.get("adapters")
     if ours == theirs:
         return ours is not None
@@ -206,7 +201,7 @@ def _has_adapters(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path
         remedy = "give the same, or merge them first (dynamic-cp weights export, import)"
         raise CheckpointError(
             f"{folder} was saved with {_in_words(theirs)}, this run has {_in_words(ours)}: "
-            + (remedy if theirs is not None else "add --finetune to begin with its weights"),
+            + (remedy if theirs is not None else "add --finetune to begin with its weights")
         )
     return False
 

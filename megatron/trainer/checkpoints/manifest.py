@@ -100,8 +100,7 @@ class Manifest:
 
 def record_files(folder: Path, written: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
     """Return the records of all files of `folder`; those without a record in `written` are hashed. OSError if one
-    cannot be read, CheckpointError if one is missing or has another size than was written.
-    """
+    cannot be read, CheckpointError if one is missing or has another size than was written."""
     records: dict[str, FileRecord] = {}
     for path in sorted(folder.rglob("*")):
         if not path.is_file():
@@ -159,8 +158,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def verify_files(folder: Path, manifest: Manifest, *, share: int = 0, num_shares: int = 1) -> int:
     """Compare the files of this rank's share, one of `num_shares`, with the manifest; return the number of bytes read.
-    CheckpointError, which names the file, if one is missing or differs in size or content.
-    """
+    CheckpointError, which names the file, if one is missing or differs in size or content."""
     largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name]["bytes"], name))
     records = {folder / name: manifest.files[name] for name in largest_first[share::num_shares]}
     for path, record in records.items():

@@ -67,12 +67,9 @@ ADMITTED = {
 
 
 def load(sharded_state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what megatron-core's `dist_checkpointing.load` returns. Collective.
-
-    Raises:
-        CheckpointError: a file is damaged or holds more than data; on every rank.
-        CheckpointException: the same of an object in a file of tensors, or a tensor that cannot be read.
-    """
+    """Return what megatron-core's `dist_checkpointing.load` returns. Collective. Raises CheckpointError: a file is
+    damaged or holds more than data; on every rank. Raises CheckpointException: the same of an object in a file of
+    tensors, or a tensor that cannot be read."""
     reader = _Reader(folder)
 
     def read() -> dict[str, Any]:
@@ -89,12 +86,8 @@ def load(sharded_state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def read_common(folder: Path) -> Any:
-    """Return the values beside the tensors.
-
-    Raises:
-        CheckpointError: they hold more than data, or the checkpoint has another format.
-        Exception: whatever torch and json raise on damaged files.
-    """
+    """Return the values beside the tensors. Raises CheckpointError: they hold more than data, or the checkpoint has
+    another format. Raises Exception: whatever torch and json raise on damaged files."""
     _check_format(folder)
     return _Reader(folder).read_common()
 

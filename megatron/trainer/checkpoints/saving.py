@@ -40,7 +40,7 @@ from dynamic_cp.search.planner_process import die_with_parent
 from megatron.dynamic_cp.agreement.messages import all_gather_bytes
 from megatron.dynamic_cp.agreement.verify import collective_device, run_on_rank_zero
 from megatron.dynamic_cp.data.prefetch import keep_what_forks_inherit
-from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.measuring import span
 from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.checkpoints import checkpoint_files, interchange
 from megatron.trainer.checkpoints.checkpoint_files import reporting
@@ -183,8 +183,7 @@ class _Unnamed:
 
 class Saver:
     """Writes checkpoints of a run below `save_dir` (None: none). A crash at any time leaves the previous one in place.
-    With `in_background` the run goes on while files are written.
-    """
+    With `in_background` the run goes on while files are written."""
 
     def __init__(self, trainable: Trainable, save_dir: str | None, *, in_background: bool) -> None:
         self._trainable = trainable

@@ -131,8 +131,7 @@ def _is_of_adapter(key: str) -> bool:
 
 def load_weights(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load all weights of `module`; CheckpointError if one is missing or there is one too many. Extra states stay as
-    they are, as do adapters if `state_dict` has none.
-    """
+    they are, as do adapters if `state_dict` has none."""
     keys = module.load_state_dict(state_dict, strict=False)
     asked = any(map(_is_of_adapter, state_dict))
     missing = [key for key in keys.missing_keys if not _EXTRA.search(key) and (asked or not _is_of_adapter(key))]

@@ -23,9 +23,8 @@ from megatron.trainer.data.index_file import DataIndex, IndexWriter
 from megatron.trainer.data.indexed import IndexedDocuments
 from megatron.trainer.data.lines import TextReader
 from megatron.trainer.data.mock import MockDocuments
-from megatron.trainer.data.samples import SampleIndex, ShuffledDataset
 from megatron.trainer.data.source import Source
-from megatron.trainer.data.stream import SampleStream
+from megatron.trainer.data.stream import SampleIndex, SampleStream, ShuffledDataset
 from megatron.trainer.data.tokenizer import TextTokenizer, Tokenizer
 from megatron.trainer.data.tokenizing import write_index
 
@@ -70,11 +69,7 @@ def index_entries(config: DataConfig, on_tick: Callable[[], None] | None = None)
 
 
 def _index_entry(
-    entry: str,
-    config: DataConfig,
-    built: Tokenizer,
-    chat_reader: ChatReader | None,
-    on_tick: Callable[[], None] | None,
+    entry: str, config: DataConfig, built: Tokenizer, chat_reader: ChatReader | None, on_tick: Callable[[], None] | None
 ) -> IndexedEntry | None:
     files = find_files(entry, config, built)
     if files is None:
@@ -103,10 +98,8 @@ def build_splits(config: DataConfig, entries: Sequence[IndexedEntry | None] | No
     Args:
         entries: what `index_entries` returned, here or on another rank; None: call it now.
 
-    Raises:
-        DataError: data that are missing, malformed or empty; a training split without samples.
-        InvalidInputError: flags that contradict themselves.
-    """
+    Raises DataError: data that are missing, malformed or empty; a training split without samples. Raises
+    InvalidInputError: flags that contradict themselves."""
     shares = parse_split(config.split)
     if not shares[0]:
         raise InvalidInputError(f"--split {config.split} gives the training data a share of 0: raise its first number")
@@ -179,9 +172,7 @@ def build_stream(
         seed, seq_length, overlong: see `DataConfig`.
         split: for messages; None: each split has its own sources.
 
-    Raises:
-        DataError: a training split without samples.
-    """
+    Raises DataError: a training split without samples."""
     indexes = [SampleIndex.build(source, *bounds, seq_length=seq_length, overlong=overlong) for source, bounds in parts]
     groups = [indexes] if weights is None else [[index] for index in indexes]
     datasets = [ShuffledDataset(group, (seed, SPLIT_NAMES.index(name), number)) for number, group in enumerate(groups)]

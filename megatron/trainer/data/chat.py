@@ -56,8 +56,7 @@ class Chats(NamedTuple):
 
 def parse_chats(line: bytes) -> Chats:
     """Return the chats of a line. LineError if it is no JSON object of a known form (`chat_records`), a message lacks
-    role or content, or no assistant's message is learned.
-    """
+    role or content, or no assistant's message is learned."""
     value = object_of_line(line, '{"messages": [...]}')
     given = given_of(value)
     if RESPONSES in value:
@@ -99,8 +98,7 @@ class ChatReader:
 
     def shared(self, chats: Chats) -> Document:
         """Return chats with a common prompt as one document. LineError if the template writes the prompt differently in
-        one of them, or a chat takes several texts.
-        """
+        one of them, or a chat takes several texts."""
         documents = self._documents(chats)
         if len(documents) != len(chats.messages):
             raise LineError(

@@ -205,8 +205,7 @@ class ChatFormat:
 
     def _check_written(self, messages: Sequence[Message], turns: Sequence[int], given: Mapping[str, Any]) -> None:
         """Raise LineError if the text leaves out something that a message says. `turns` are the answers that are
-        learned in this text; a template may drop the reasoning of earlier ones.
-        """
+        learned in this text; a template may drop the reasoning of earlier ones."""
         places = _Places()
         asked = [
             places.instead_of(turn, message, is_learned=turn in turns)

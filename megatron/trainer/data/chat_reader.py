@@ -24,8 +24,7 @@ CHAT_DATE = "chat date"
 
 def build_chat_reader(config: DataConfig, tokenizer: Tokenizer) -> ChatReader | None:
     """Return the reader of chats, None without --sft. InvalidInputError if the template is missing or does not compile,
-    the tokenizer cannot read text, or jinja2 is missing or too old.
-    """
+    the tokenizer cannot read text, or jinja2 is missing or too old."""
     if not config.sft:
         return None
     if not isinstance(tokenizer, TextTokenizer):

@@ -61,8 +61,7 @@ Fields: TypeAlias = tuple[str, ...]
 
 def messages_of(value: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
     """Return the chat of a record in OpenAI's form, and the record's `unread_keys`. LineError if the record has no
-    known form, or two, or a message lacks role or content.
-    """
+    known form, or two, or a message lacks role or content."""
     given, form = without_nulls(value), (MESSAGES,)
     if MESSAGES not in given:
         refuse_preferences(given)
@@ -77,8 +76,7 @@ def unread_of(given: Mapping[str, Any], form: Fields) -> tuple[str, ...]:
 
 def preference_of(value: Mapping[str, Any]) -> tuple[list[list[Message]], tuple[str, ...]]:
     """Return the chosen and the rejected chat of a preference, whose prompt is not learned, and its `unread_keys`.
-    LineError if the record is no preference, its prompt has two forms, or its answers are equal or malformed.
-    """
+    LineError if the record is no preference, its prompt has two forms, or its answers are equal or malformed."""
     given = without_nulls(value)
     fields = _form(given, PREFERENCES, f"preferences are read ({words(PREFERENCES)})")
     answers = [_answer(given, field) for field in (CHOSEN, REJECTED)]

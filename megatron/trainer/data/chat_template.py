@@ -83,9 +83,7 @@ def render(
         date: what `strftime_now` formats, "2026-11-25".
         variables: what else the template may read: special tokens by name, and what the record gives.
 
-    Raises:
-        LineError: the template refuses the chat.
-    """
+    Raises LineError: the template refuses the chat."""
     import jinja2
 
     try:

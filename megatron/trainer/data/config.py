@@ -102,7 +102,6 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 def document_ranges(shares: Sequence[float], num_documents: int) -> tuple[tuple[int, int], ...]:
     """Return (first, last + 1) of each share's documents: contiguous, in order, each document in exactly one.
-    Boundaries are the rounded cumulative shares, as in megatron-core, so both split a data set the same way.
-    """
+    Boundaries are the rounded cumulative shares, as in megatron-core, so both split a data set the same way."""
     bounds = [round(share * num_documents) for share in accumulate(shares, initial=0.0)]
     return tuple(pairwise(bounds))

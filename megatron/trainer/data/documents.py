@@ -135,8 +135,7 @@ class StoredDocuments(Source):
 class Questions:
     """The prompts with responses, and the trees, among the documents of an index, and their masks. A prompt is followed
     by its responses. A tree is its parts, depth first: the part that all share, then as answers those that begin at
-    branches. A document has one token more than its sample predicts.
-    """
+    branches. A document has one token more than its sample predicts."""
 
     def __init__(self, index: DataIndex) -> None:
         # Copies: global batches take masks from these, whatever happens to the file of the index.

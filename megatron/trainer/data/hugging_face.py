@@ -45,10 +45,8 @@ class HuggingFaceTokenizer:
             vocab_size: may exceed the tokenizer's, for a model with spare embedding rows; None: the tokenizer's.
             eod_id: None: the id of its eos_token.
 
-        Raises:
-            InvalidInputError: no such folder, the package is missing, or sizes that the tokenizer cannot have.
-            DataError: files that cannot be read.
-        """
+        Raises InvalidInputError: no such folder, the package is missing, or sizes that the tokenizer cannot have.
+        Raises DataError: files that cannot be read."""
         folder = folder_of(path)
         digest = hashlib.sha256(_read(os.path.join(folder, TOKENIZER_FILE))).hexdigest()[:16]
         ids = _backend(folder, digest).get_vocab(with_added_tokens=True)
@@ -109,8 +107,7 @@ def special_tokens(folder: str) -> dict[str, str]:
 
 def chat_templates(folder: str) -> dict[str, str]:
     """Return name -> chat template; transformers uses `default`, and `tool_use` for chats with tools. They are
-    chat_template.jinja and additional_chat_templates/NAME.jinja, or `chat_template` in tokenizer_config.json.
-    """
+    chat_template.jinja and additional_chat_templates/NAME.jinja, or `chat_template` in tokenizer_config.json."""
     value = _read_json(os.path.join(folder, "tokenizer_config.json")).get("chat_template")
     named = value if isinstance(value, list) else [{"name": "default", "template": value}]
     found = {str(one.get("name")): one["template"] for one in named if isinstance(one.get("template"), str)}

@@ -17,7 +17,15 @@ from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data.files import INDEX_SUFFIX, DocumentFiles, FileTable
 from megatron.trainer.data.index_file import DataIndex, IndexFileError, IndexWriter, load_index, written_whole
 from megatron.trainer.data.source import count
-from megatron.trainer.user_cache import user_cache_folder
+
+
+def user_cache_folder() -> str | None:
+    """Return $XDG_CACHE_HOME/megatron-dynamic-cp or the same in ~/.cache; None for a user without a home."""
+    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if user_cache.startswith("~"):  # a container's user may have no home
+        return None
+    return os.path.join(user_cache, "megatron-dynamic-cp")
+
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +52,7 @@ def find_index(
         cache_path: folder for indexes; None: beside the data, or else in the user's cache folder.
         on_tick: called now and then while the files are listed.
 
-    Raises:
-        DataError: files that are missing or malformed, or no place to write to.
-    """
+    Raises DataError: files that are missing or malformed, or no place to write to."""
     table = FileTable.of(files.root, files.names, on_tick)
     places = _places(files, request, cache_path)
     for path in places:
@@ -86,8 +92,7 @@ def write_somewhere(places: list[str], write: Callable[[Any], None], name: str) 
 
 def place_with_room(places: Sequence[str], size_bytes: int) -> str:
     """Return the first place with room for an index, else the last, where writing fails with the error to report. A
-    hidden folder is made only beside existing data.
-    """
+    hidden folder is made only beside existing data."""
     for path in places[:-1]:
         folder = os.path.dirname(path)
         if os.path.basename(folder) == HIDDEN_FOLDER and not os.path.isdir(os.path.dirname(folder)):
@@ -101,8 +106,7 @@ def place_with_room(places: Sequence[str], size_bytes: int) -> str:
 
 def _places(files: DocumentFiles, request: Mapping[str, str], cache_path: str | None) -> list[str]:
     """Return where the index may be, the best place first. Its name beside the data depends on nothing outside of
-    `files.root`, so that both can move together.
-    """
+    `files.root`, so that both can move together."""
     key: list[Any] = [sorted(request.items()), files.pattern]
     stem = re.sub(r"[^\w.-]+", "_", files.pattern).strip("_") or "all"
 

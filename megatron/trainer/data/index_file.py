@@ -189,8 +189,7 @@ class IndexWriter:
 
 def load_index(path: str) -> DataIndex:
     """Return the index in `path`, mapped; everything but the tokens is read once for its checksums. OSError if it
-    cannot be read, IndexFileError if it is no index, of another version, truncated or corrupt.
-    """
+    cannot be read, IndexFileError if it is no index, of another version, truncated or corrupt."""
     with open(path, "rb") as file:
         signs = _signs(os.fstat(file.fileno()))
         size_bytes = signs[1]

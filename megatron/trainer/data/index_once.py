@@ -25,9 +25,8 @@ from megatron.dynamic_cp.agreement import messages
 from megatron.dynamic_cp.agreement.verify import job_store, lost_store, publish_outcome, run_on_all_ranks
 from megatron.trainer.data.build import IndexedEntry, index_entries
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.index_cache import place_with_room, write_somewhere
+from megatron.trainer.data.index_cache import place_with_room, user_cache_folder, write_somewhere
 from megatron.trainer.data.index_file import DataIndex, IndexFileError, load_index, write_through
-from megatron.trainer.user_cache import user_cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +114,7 @@ def _wait_while_it_goes_on(key: str, progress_key: str) -> None:
 
 def _share(ticket: _Ticket, own: DataIndex | None, device: torch.device) -> DataIndex:
     """Return the index, after its file was sent to hosts that lack it; DataError on all ranks if one has no place.
-    `own` is rank 0's index, which it has even if the file has changed since. Collective.
-    """
+    `own` is rank 0's index, which it has even if the file has changed since. Collective."""
     index = own or ticket.open()
     hosts = messages.all_gather_bytes(b"." if index is not None else os.uname().nodename.encode(), device)
     lacking = [rank for rank, host in enumerate(hosts) if host != b"."]

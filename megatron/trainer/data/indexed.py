@@ -81,8 +81,7 @@ class IndexedDocuments(Source):
 
     def _check_unchanged(self) -> None:
         """Raise DataError if a file has changed since the start; look when it is opened, then at most once a second.
-        The files are mapped: writes show at once, and reading past the end of a shortened file kills the process.
-        """
+        The files are mapped: writes show at once, and reading past the end of a shortened file kills the process."""
         now_s = time.monotonic()
         if self._dataset is not None and now_s < self._look_again_s:
             return

@@ -104,8 +104,7 @@ def is_chat(value: Mapping[str, Any]) -> bool:
 
 def question_of(value: dict[str, Any], other: str) -> Question:
     """Return the prompt, of whatever type, and the responses of a line's object. LineError if one is missing, a
-    response is not a string, or the line has the field `other`, too.
-    """
+    response is not a string, or the line has the field `other`, too."""
     shape = f"{{{PROMPT!r}: ..., {RESPONSES!r}: [...]}}"
     if other in value and other != PROMPT:
         raise LineError(f" has {RESPONSES!r} and {other!r}: leave {other!r} out, or give it alone")
@@ -217,16 +216,14 @@ class LineReader(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReader:
     """Reads a JSONL line's text field as tokens with an end of document; also prompts with responses, and trees. A
-    prompt is tokenized by itself, without an end. Each response has an end, which is learned.
-    """
+    prompt is tokenized by itself, without an end. Each response has an end, which is learned."""
 
     tokenizer: TextTokenizer
     json_key: str
 
     def read(self, line: bytes) -> list[Document]:
         """Return the one document of a line. LineError if it is no JSON object, or has not exactly one of: a string
-        under `json_key`, a prompt with responses or a completion, turns.
-        """
+        under `json_key`, a prompt with responses or a completion, turns."""
         key = self.json_key
         value = object_of_line(line, f'{{"{key}": "..."}}')
         read: tuple[str, ...] = (key,)

@@ -24,8 +24,7 @@ NUM_DOCUMENTS = 1_000_000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lognormal:
     """Lengths in tokens with their end of document: lognormal with this mean, clipped to [min, max]. Source:
-    --varlen-mock-dataset-config-json of Megatron-LM (dev), mode "distribution"; the fields are its keys.
-    """
+    --varlen-mock-dataset-config-json of Megatron-LM (dev), mode "distribution"; the fields are its keys."""
 
     min_seq_len: int
     max_seq_len: int

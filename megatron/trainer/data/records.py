@@ -72,10 +72,8 @@ def blocks_of(path: str, unit: str, size_bytes: int, block_bytes: int = BLOCK_BY
         size_bytes: of the file when it was listed; what was appended later is not read.
         block_bytes: approximate size of a block.
 
-    Raises:
-        DataError: a file that cannot be read, is damaged, or has become shorter.
-        UnsupportedFeatureError: a parquet file without pyarrow.
-    """
+    Raises DataError: a file that cannot be read, is damaged, or has become shorter. Raises UnsupportedFeatureError: a
+    parquet file without pyarrow."""
     if unit == "row":
         return _rows(path)
     if unit == "entry":

@@ -41,10 +41,8 @@ def build(config: DataConfig) -> Tokenizer:
     As in Megatron-LM, NullTokenizer with `vocab_size` V means ids 0 .. V - 1, and V for the end of document. If the
     data already have an id for that, `eod_id` names it and no id is added.
 
-    Raises:
-        InvalidInputError: an unknown name, or sizes that the tokenizer cannot have.
-        DataError: files of a tokenizer that cannot be read.
-    """
+    Raises InvalidInputError: an unknown name, or sizes that the tokenizer cannot have. Raises DataError: files of a
+    tokenizer that cannot be read."""
     if config.tokenizer == "HuggingFaceTokenizer":
         if config.tokenizer_model is None:
             raise InvalidInputError(

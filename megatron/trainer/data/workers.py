@@ -113,9 +113,7 @@ class _Worker:
     def __init__(self) -> None:
         paths = [str(Path(__file__).resolve().parents[3]), *filter(None, sys.path)]
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-c", START, *paths],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-I", "-c", START, *paths], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     def call(self, function: Callable[..., Any], task: tuple[Any, ...]) -> Any:

@@ -111,8 +111,7 @@ def let_rank_zero_speak(seconds: float) -> None:
 
 def be_reachable(seconds: float) -> None:
     """Keep rank 0 alive for at most `seconds`, until all others have called this, too. They read its error in the job's
-    store, which ends with rank 0 unless a launcher hosts it.
-    """
+    store, which ends with rank 0 unless a launcher hosts it."""
     distributed = _distributed()
     if distributed is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
@@ -192,8 +191,7 @@ def _say(error: BaseException, then: str) -> int:
 
 def _tell_launcher(told: str) -> None:
     """Make torchrun end its output for this job with `told`, behind its own traceback. Source: the format of
-    `torch.distributed.elastic.multiprocessing.errors.ProcessFailure`.
-    """
+    `torch.distributed.elastic.multiprocessing.errors.ProcessFailure`."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -275,8 +273,7 @@ def leave(code: int) -> None:
 
 class ExitSignals:
     """Remembers the first exit signal in `received` and ignores later ones, except a SIGINT, which ends the process at
-    once. A launcher passes on its SIGTERM, so ranks that a scheduler signals as well get two.
-    """
+    once. A launcher passes on its SIGTERM, so ranks that a scheduler signals as well get two."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self.received: str | None = None

@@ -38,15 +38,9 @@ class LostCollectiveError(DynamicCPError):
 @contextlib.contextmanager
 def explained(timeout_minutes: float) -> Iterator[None]:
     """Raise errors of the device or the network as DynamicCPErrors; a RuntimeError that names no lost peer is a bug and
-    stays.
-
-    Args:
-        timeout_minutes: --distributed-timeout-minutes.
-
-    Raises:
-        OutOfDeviceMemoryError: for torch's, and for NCCL's if the device has no memory for its buffers.
-        LostCollectiveError: for torch's, gloo's, and that of a failed exchange in a CP group.
-    """
+    stays. `timeout_minutes`: --distributed-timeout-minutes. Raises OutOfDeviceMemoryError: for torch's, and for NCCL's
+    if the device has no memory for its buffers. Raises LostCollectiveError: for torch's, gloo's, and that of a failed
+    exchange in a CP group."""
     in_words = partial(_in_words, timeout_minutes=timeout_minutes)
     with _reporting_stalls(60 * timeout_minutes), exits.explaining(in_words):
         try:

@@ -46,9 +46,7 @@ def parse_args(argv: Sequence[str] | None = None, world_size: int | None = None)
         argv: words of the command line, of which @FILE stands for the flags in FILE; None: sys.argv.
         world_size: ranks of the job; None: the launcher's WORLD_SIZE, or 1.
 
-    Raises:
-        DynamicCPError: a flag is unknown, malformed or unsupported, or two values disagree.
-    """
+    Raises DynamicCPError: a flag is unknown, malformed or unsupported, or two values disagree."""
     args = build_parser().parse_args([*_with_files(sys.argv[1:] if argv is None else argv)])
     args.world_size = world_size if world_size is not None else environment_number("WORLD_SIZE", 1)
     return checked_settings(args)

@@ -1,9 +1,13 @@
-"""Environment variables: a launcher's, and defaults for runs on GPUs, set before torch and NCCL read them once."""
+"""Environment variables: a launcher's, and defaults for runs on GPUs, set before torch and NCCL read them once; and
+which messages of megatron-core and torch are hidden, as they are about packages and settings not used here."""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import socket
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 
 from dynamic_cp.errors import InvalidInputError
@@ -34,8 +38,7 @@ def defaults(planning: PlanningSettings) -> dict[str, str]:
 
 def set_defaults(planning: PlanningSettings) -> None:
     """Set the variables of `defaults` that the environment lacks, before torch is imported. The user's values are kept;
-    an empty one unsets the variable (libibverbs takes any RDMAV_FORK_SAFE for a yes).
-    """
+    an empty one unsets the variable (libibverbs takes any RDMAV_FORK_SAFE for a yes)."""
     for name, value in defaults(planning).items():
         if not os.environ.setdefault(name, value):
             del os.environ[name]
@@ -103,3 +106,22 @@ def check_rendezvous(world_size: int) -> tuple[int, str, int]:
             "of rank 0's host"
         ) from error
     return rank, address, port
+
+
+MESSAGES = (
+    *("Apex", "Transformer Engine", "cuda_graph_scope", "is deprecated", "deprecating ShardedTensor"),
+    *("GPTModel IS DEPRECATED", "MimoModelConfig is experimental"),
+    *("argument order of load has been changed", "assuming the intent is to load in a single process"),
+)
+_MESSAGE = re.compile("|".join(MESSAGES))
+
+
+def ignore_warnings() -> None:
+    warnings.filterwarnings("ignore", message=f"(?s).*({_MESSAGE.pattern})")
+
+
+def is_for_users(record: logging.LogRecord) -> bool:
+    """Return whether users should see a record: it is ours, or no message of the list."""
+    return record.name.startswith(("megatron.trainer", "megatron.dynamic_cp")) or not _MESSAGE.search(
+        record.getMessage()
+    )

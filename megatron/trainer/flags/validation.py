@@ -42,9 +42,8 @@ from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignme
 from megatron.dynamic_cp.flags.layout import STAGE_FLAGS, is_given, pipeline_layers, with_exchange_sizes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import recompute_modules
-from megatron.trainer.flags.batch_sizes import BatchSizes
 from megatron.trainer.flags.environment import environment_number
-from megatron.trainer.flags.settings import TABLE, Settings, settings_of
+from megatron.trainer.flags.settings import TABLE, BatchSizes, Settings, settings_of
 
 
 def checked_settings(args: argparse.Namespace) -> Settings:
@@ -87,15 +86,13 @@ def _divides(divisor: int, value: int, what: str, by: str, remedy: str) -> None:
         raise InvalidInputError(f"{what} {value} is not a multiple of {by} {divisor}: {remedy}")
 
 
+def _divides_flag(args: argparse.Namespace, by: str, name: str, remedy: str) -> None:
+    _divides(getattr(args, by), getattr(args, name) or 0, flag_of(name), flag_of(by), remedy)
+
+
 def _complete_sizes(args: argparse.Namespace) -> None:
     if args.kv_channels is None:
-        _divides(
-            args.num_attention_heads,
-            args.hidden_size,
-            "--hidden-size",
-            "--num-attention-heads",
-            "change one of them or give --kv-channels",
-        )
+        _divides_flag(args, "num_attention_heads", "hidden_size", "change one of them or give --kv-channels")
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.group_query_attention:
         if args.num_query_groups is None:
@@ -107,13 +104,8 @@ def _complete_sizes(args: argparse.Namespace) -> None:
         )
     else:
         args.num_query_groups = args.num_attention_heads
-    _divides(
-        args.num_query_groups,
-        args.num_attention_heads,
-        "--num-attention-heads",
-        "--num-query-groups",
-        "every KV head serves the same number of query heads",
-    )
+    remedy = "every KV head serves the same number of query heads"
+    _divides_flag(args, "num_query_groups", "num_attention_heads", remedy)
     if args.ffn_hidden_size is None:
         if args.swiglu and args.hidden_size < 24:
             raise InvalidInputError(
@@ -167,13 +159,12 @@ def _complete_model_parallel(args: argparse.Namespace) -> None:
             "start another number of ranks or change --tensor-model-parallel-size or --pipeline-model-parallel-size"
         )
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        _divides(tp_size, getattr(args, name), flag_of(name), "--tensor-model-parallel-size", "lower TP")
+        _divides_flag(args, "tensor_model_parallel_size", name, "lower TP")
     if args.multi_latent_attention:
         # megatron-core splits the outputs of the down projections, latents included, over the ranks.
         of_keys = args.kv_lora_rank + args.qk_pos_emb_head_dim
-        by = "--tensor-model-parallel-size"
-        _divides(tp_size, of_keys, "--kv-lora-rank + --qk-pos-emb-head-dim", by, "lower TP")
-        _divides(tp_size, args.q_lora_rank or 0, "--q-lora-rank", by, "lower TP")
+        _divides(tp_size, of_keys, "--kv-lora-rank + --qk-pos-emb-head-dim", "--tensor-model-parallel-size", "lower TP")
+        _divides_flag(args, "tensor_model_parallel_size", "q_lora_rank", "lower TP")
     args.sequence_parallel = args.sequence_parallel and tp_size > 1
     _complete_chunks(args)
 
@@ -256,9 +247,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         args: of this trainer, or of a checkout under this trainer's names; a limit of "auto" is found later.
         auto_places: as in `PlanningSettings`.
 
-    Raises:
-        DynamicCPError: sizes that do not fit the lanes, or a --seq-length that no group can hold.
-    """
+    Raises DynamicCPError: sizes that do not fit the lanes, or a --seq-length that no group can hold."""
     topology = Topology(
         num_lanes=args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size),
         tp_size=args.tensor_model_parallel_size,

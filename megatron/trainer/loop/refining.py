@@ -16,7 +16,7 @@ from dynamic_cp.learning.refinement import refine
 from dynamic_cp.types import Hardware
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.plans.plan_dump import JsonLines, spans_path
-from megatron.dynamic_cp.step import loss
+from megatron.dynamic_cp.step import schedule
 from megatron.dynamic_cp.step.bucket_times import BucketTimes, ForwardStep
 from megatron.trainer.checkpoints.state import Position
 from megatron.trainer.setup.planned_runtime import PlannedRuntime
@@ -37,7 +37,7 @@ class Refining:
         runtime: PlannedRuntime,
         model: Sequence[torch.nn.Module],
         position: Position,
-        forward_step: ForwardStep = loss.forward_step,
+        forward_step: ForwardStep = schedule.forward_step,
     ) -> None:
         self._runtime = runtime
         self._position = position

@@ -23,8 +23,7 @@ from dynamic_cp.pricing.work import batch_flops
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import keep_beating
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, Step
-from megatron.dynamic_cp.measuring.machine import Moment, share_of_others
-from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.measuring import Moment, share_of_others, span
 from megatron.dynamic_cp.step.schedule import sum_over_job, sum_over_routers
 from megatron.trainer.checkpoints import loading
 from megatron.trainer.checkpoints.saving import Saver
@@ -52,8 +51,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Evaluates one split; does nothing if it is empty or --eval-iters is 0. Every evaluation takes the first
-    --eval-iters global batches of the split, so their losses are comparable.
-    """
+    --eval-iters global batches of the split, so their losses are comparable."""
 
     run: Run
     split: str
@@ -82,10 +80,7 @@ class Evaluation:
             (batch, stream.global_batch(batch * training.global_batch_size, training.global_batch_size))
             for batch in range(training.eval_iters)
         )
-        with (
-            _evaluating(run.model),
-            closing(run.iterator_wrapper(stream, f"{self.split}@{iteration}")) as wrapper,
-        ):
+        with _evaluating(run.model), closing(run.iterator_wrapper(stream, f"{self.split}@{iteration}")) as wrapper:
             for _, _, data in wrapper.steps(batches):
                 logged = run.run_schedule(data, wrapper, forward_only=True)
                 sums = sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.runtime.device)
@@ -112,8 +107,7 @@ class NotFiniteError(DynamicCPError):
 
 def pretrain(settings: Settings, on_step: Callable[[int, StepRecord], None] | None = None) -> None:
     """Train as `settings` say; DynamicCPErrors are raised on every rank. Collective. Process groups stay open.
-    `on_step` is called on every rank with each iteration and its record; for benchmarks and tests.
-    """
+    `on_step` is called on every rank with each iteration and its record; for benchmarks and tests."""
     with closing(StopGuard(settings.parallel.stopped_process_timeout)):
         _pretrain(settings, on_step)
 
@@ -177,8 +171,7 @@ def _first_position(run: Run) -> Position:
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """The objects that every iteration uses. A signal in `signals` asks the run to leave; `started_s` is on the
-    monotonic clock; `on_step` is called with each iteration and its record.
-    """
+    monotonic clock; `on_step` is called with each iteration and its record."""
 
     run: Run
     wrapper: DataIteratorWrapper
@@ -247,8 +240,7 @@ class Loop:
 
     def _step(self, steps: Iterator[Step]) -> tuple[StepRecord, bool, bool]:
         """Run the next of `steps`; return its record, whether any rank wants to stop, and whether any still writes.
-        NotFiniteError on every rank if loss or gradient norm is not finite.
-        """
+        NotFiniteError on every rank if loss or gradient norm is not finite."""
         run, runtime, wrapper = self.run, self.run.runtime, self.wrapper
         started = time.perf_counter()
         on_gpu = runtime.device.type == "cuda"

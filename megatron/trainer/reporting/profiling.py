@@ -2,7 +2,7 @@
 
     nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop ... --profile
 
-marks the CUDA profiler's range and names work by NVTX ranges (`megatron.dynamic_cp.measuring.nvtx`). With
+marks the CUDA profiler's range and names work by NVTX ranges (`megatron.dynamic_cp.measuring`). With
 `--use-pytorch-profiler`, torch.profiler writes a trace with these names instead, on CPU ranks, too.
 """
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp.measuring import nvtx
+from megatron.dynamic_cp import measuring
 from megatron.trainer.flags.settings import ProfilingSettings
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Profiling:
             self._recording = contextlib.ExitStack()
             profiler = self._pytorch(iteration) if self._uses_pytorch else _cuda()
             self._recording.enter_context(profiler)
-            self._recording.enter_context(_spans(nvtx.PYTORCH if self._uses_pytorch else nvtx.NVTX))
+            self._recording.enter_context(_spans(measuring.PYTORCH if self._uses_pytorch else measuring.NVTX))
         self._iteration = iteration
 
     def end(self, iteration: int) -> None:
@@ -108,19 +108,19 @@ def _cuda() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _spans(opener: nvtx.Open) -> Iterator[None]:
+def _spans(opener: measuring.Open) -> Iterator[None]:
     """Record spans with `opener`, and megatron-core's backward passes as spans, too."""
     backward_step = schedules.backward_step
 
     @functools.wraps(backward_step)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        with nvtx.span("backward pass"):
+        with measuring.span("backward pass"):
             return backward_step(*args, **kwargs)
 
     schedules.backward_step = recorded
-    nvtx.record_with(opener)
+    measuring.record_with(opener)
     try:
         yield
     finally:
-        nvtx.record_with(None)
+        measuring.record_with(None)
         schedules.backward_step = backward_step

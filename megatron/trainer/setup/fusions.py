@@ -180,8 +180,7 @@ NOTHING = Fusions()
 
 def choose(model: ModelSettings, device: torch.device) -> Fusions:
     """Choose this run's fusions, also where flags leave them open, and prepare the compiled ones. DynamicCPError on
-    every rank if a requested one is not available, or ranks differ in what is installed. Collective.
-    """
+    every rank if a requested one is not available, or ranks differ in what is installed. Collective."""
     fusions = agree(
         lambda: _decide(model, device),
         lambda chosen: hashlib.sha256(repr(chosen).encode()).hexdigest(),

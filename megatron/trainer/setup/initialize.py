@@ -15,9 +15,9 @@ from megatron.core import parallel_state, tensor_parallel
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from megatron.dynamic_cp.agreement import verify
 from megatron.dynamic_cp.repairs import cpu_backend, patches
+from megatron.trainer.flags import environment
 from megatron.trainer.flags.environment import check_rendezvous, environment_number
 from megatron.trainer.flags.settings import Settings
-from megatron.trainer.reporting import quiet
 
 
 def choose_backend(requested: str | None, *, num_devices: int, built_for_device: bool) -> str:
@@ -41,8 +41,7 @@ def choose_backend(requested: str | None, *, num_devices: int, built_for_device:
 
 def device_of(local_rank: int, *, num_devices: int) -> torch.device:
     """Return the CUDA device of rank `local_rank` of this node. InvalidInputError if there is none: only such ranks
-    raise it, before they join the job, and the launcher ends the others.
-    """
+    raise it, before they join the job, and the launcher ends the others."""
     if local_rank >= num_devices:
         raise InvalidInputError(
             f"rank {local_rank} of this node has no GPU, torch sees {num_devices} here "
@@ -54,14 +53,11 @@ def device_of(local_rank: int, *, num_devices: int) -> torch.device:
 
 def initialize(settings: Settings) -> torch.device:
     """Set up device, process groups of the job and of megatron-core, and seeds; return this rank's device. An existing
-    default process group (of a host application or a test) is used as it is.
-    """
+    default process group (of a host application or a test) is used as it is."""
     planning, topology = settings.planning, settings.planning.topology
     built_for_device = torch.version.cuda is not None or torch.version.hip is not None
     backend = choose_backend(
-        settings.parallel.distributed_backend,
-        num_devices=torch.cuda.device_count(),
-        built_for_device=built_for_device,
+        settings.parallel.distributed_backend, num_devices=torch.cuda.device_count(), built_for_device=built_for_device
     )
     if backend == "gloo":
         cpu_backend.enable()
@@ -92,8 +88,7 @@ def initialize(settings: Settings) -> torch.device:
 
 def join(backend: str, world_size: int, timeout: timedelta) -> None:
     """Meet the other ranks of the job where the launcher says. InvalidInputError if its variables are incomplete or (on
-    rank 0) the port is taken, DynamicCPError if rank 0 or others do not come in time.
-    """
+    rank 0) the port is taken, DynamicCPError if rank 0 or others do not come in time."""
     rank, address, port = check_rendezvous(world_size)
     try:
         dist.init_process_group(backend, timeout=timeout)
@@ -119,8 +114,7 @@ def choose_precision(*, bf16: bool) -> None:
 def check_device_queues(tp_size: int, max_cp_size: int) -> None:
     """Raise InvalidInputError if CUDA_DEVICE_MAX_CONNECTIONS is not 1 although TP or CP is used. Transfers could then
     start after the kernels that they should overlap with. Megatron-LM requires it for a static CP size above 1; here
-    the largest CP size of a micro-batch decides.
-    """
+    the largest CP size of a micro-batch decides."""
     value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if max(tp_size, max_cp_size) > 1 and value != "1":
         raise InvalidInputError(
@@ -131,8 +125,7 @@ def check_device_queues(tp_size: int, max_cp_size: int) -> None:
 
 def seed(base: int, lane: int = 0) -> None:
     """Seed all generators: differently per pipeline stage, and per tensor-parallel rank as megatron-core wants it.
-    `lane` is 0 while weights are made, which all lanes share; later it gives each lane its own dropout.
-    """
+    `lane` is 0 while weights are made, which all lanes share; later it gives each lane its own dropout."""
     value = base + 100 * parallel_state.get_pipeline_model_parallel_rank() + 10_000 * lane
     torch.manual_seed(value)
     tensor_parallel.model_parallel_cuda_manual_seed(value, force_reset_rng=True)
@@ -150,7 +143,7 @@ def set_up_logging() -> None:
         force=True,
     )
     for handler in logging.getLogger().handlers:
-        handler.addFilter(quiet.is_for_users)
+        handler.addFilter(environment.is_for_users)
     # megatron-core logs every setting at INFO.
     for name in ("megatron.core", "torch"):
         logging.getLogger(name).setLevel(logging.WARNING)

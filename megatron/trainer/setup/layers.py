@@ -19,7 +19,7 @@ from megatron.dynamic_cp.attention.te.support import (
     release_of,
     why_not_installed,
 )
-from megatron.dynamic_cp.flags.layer_needs import LayerNeeds
+from megatron.dynamic_cp.flags.shape import LayerNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,7 @@ def compute_capability(device: torch.device) -> Capability | None:
 
 def batch_the_ring() -> None:
     """Let TransformerEngine's ring use the group's connections, which start-up warms, unless the user chose otherwise.
-    Without it, rings of more than two lanes send one by one, on a connection per pair that is made at its first use.
-    """
+    Without it, rings of more than two lanes send one by one, on a connection per pair that is made at its first use."""
     value = os.environ.setdefault(BATCHED_RING, "1")
     if value == "0":
         logger.info("%s=0: rings of more than 2 lanes connect each pair when it is first used, in a step", BATCHED_RING)
@@ -45,8 +44,7 @@ def batch_the_ring() -> None:
 def choose(needs: LayerNeeds, device: torch.device, *, fused_adam: bool = False) -> LayerChoice:
     """Choose this run's layers and set up the environment for them; `fused_adam` is --use-precision-aware-optimizer.
     DynamicCPError on every rank if layers or optimizer cannot be used, or ranks differ in TransformerEngine.
-    Collective.
-    """
+    Collective."""
 
     def on_this_rank() -> LayerChoice:
         version, why_missing = installed_version()

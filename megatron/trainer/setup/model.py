@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_of_vectors
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -34,7 +30,7 @@ from megatron.dynamic_cp.flags.fp8 import DEFAULT_RECIPE
 from megatron.dynamic_cp.flags.linear_attention import set_pattern
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import check_supported, config_fields
-from megatron.dynamic_cp.measuring.machine import free_bytes
+from megatron.dynamic_cp.measuring import free_bytes
 from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel, mtp_block_spec
@@ -43,8 +39,7 @@ from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.self_attention import use_one_rotary_table
 from megatron.trainer.flags.settings import OptimizerSettings, Settings
 from megatron.trainer.setup.fusions import CONFIG_FIELDS, NOTHING, Fusions
-from megatron.trainer.setup.memory import check_state_fits
-from megatron.trainer.setup.planned_runtime import PlannedRuntime
+from megatron.trainer.setup.planned_runtime import PlannedRuntime, check_state_fits
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 """The dtypes that megatron-core's optimizer takes; it has FP8 as uint8."""
@@ -53,8 +48,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 @dataclass(frozen=True, kw_only=True)
 class Built:
     """The model of this rank and what trains it: chunks as they are saved, as the schedule gets them (`wrapped` for
-    data parallelism), and what each reads of a micro-batch (`needs`).
-    """
+    data parallelism), and what each reads of a micro-batch (`needs`)."""
 
     config: TransformerConfig
     chunks: Sequence[DynamicCPGPTModel]
@@ -66,8 +60,7 @@ class Built:
 
 def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
     """Return the model of this rank with its optimizer. DynamicCPError on every rank if a feature is not supported, or
-    kernels give wrong results. Collective.
-    """
+    kernels give wrong results. Collective."""
     device, impl = runtime.device, runtime.layers.impl
     if impl == "local" and settings.model.moe_grouped_gemm:
         raise InvalidInputError(

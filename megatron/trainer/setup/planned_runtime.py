@@ -4,6 +4,8 @@ runtime = PlannedRuntime.agree(settings, ...)  # before the model: token limit, 
 runtime.check_attention(chunks)                # TransformerEngine's, before the first step
 runtime = runtime.start()                      # rank 0's planner
 runtime.warm_up()                              # no step waits for the planner's compiler
+
+The token limit `auto` is computed, and what does not fit into memory is refused, before anything is built.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from typing import Any
 
 import torch
 
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.models.layers import hardware_of_layers
-from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.models.catalog import hardware_of_layers, load_hardware
+from dynamic_cp.pricing.allowed import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.types import CpCommType, Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types.counts import counted
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
@@ -30,17 +33,15 @@ from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.plans.plan_dump import WARM_UP, RecordedPlans, RunDump
 from megatron.dynamic_cp.plans.plan_source import PlanSource, warm_up
 from megatron.dynamic_cp.plans.planner import Planner
-from megatron.trainer.setup import memory
 
 
 def first_hardware(settings: PlanningSettings, device: torch.device, layers: LayerChoice) -> Hardware:
     """Return the hardware that the cost model begins with; rank 0 reads it for all. DynamicCPError on every rank if it
-    does not exist, or lacks the memory that `auto` needs. Collective.
-    """
+    does not exist, or lacks the memory that `auto` needs. Collective."""
 
     def load() -> dict[str, Any]:
         hardware = load_hardware(_hardware_name(settings, device, layers))
-        memory.check_memory_is_known(settings, hardware)
+        check_memory_is_known(settings, hardware)
         return asdict(hardware)
 
     return run_on_rank_zero(load, lambda found: Hardware(**found))
@@ -100,12 +101,11 @@ class PlannedRuntime:
             hardware: see `first_hardware`.
             has_masks: whether training samples have their own masks.
 
-        Raises:
-            DynamicCPError: on every rank: the token limit exceeds the memory, or a dump cannot be written or read.
+        Raises DynamicCPError: on every rank: the token limit exceeds the memory, or a dump cannot be written or read.
         """
         # Rank 0 computes this for all, so that no rank can differ or fail alone.
         limit = run_on_rank_zero(
-            lambda: memory.max_tokens_per_rank(settings, model_shape, hardware, layers.left_out, has_masks=has_masks),
+            lambda: max_tokens_per_rank(settings, model_shape, hardware, layers.left_out, has_masks=has_masks),
             int,
         )
         phase.limit_tokens(limit)
@@ -154,8 +154,7 @@ class PlannedRuntime:
     def check_attention(self, model: Sequence[torch.nn.Module]) -> str:
         """Compare TransformerEngine's attention with plain products; return a log line, "" for local layers, whose
         kernels are checked when they are chosen. UnsupportedFeatureError as in `attention_check.check_attention`.
-        Collective.
-        """
+        Collective."""
         if self.layers.impl != "transformer_engine":
             return ""
         return check_attention(model, self.groups, self.options.cp_comm_types, self.device)
@@ -185,8 +184,7 @@ class PlannedRuntime:
 
     def warm_up(self, more: Sequence[Sample] = ()) -> str:
         """Plan a synthetic batch, and the batch `more` as in `plan_source.warm_up`, unless plans are replayed; return a
-        line for the log. DynamicCPError on every rank if rank 0 found no plan. Collective.
-        """
+        line for the log. DynamicCPError on every rank if rank 0 found no plan. Collective."""
         if self.settings.replay is not None:
             return f"plans are those of {self.settings.replay}"
         ready_s = warm_up(self.plan_source(WARM_UP), self.settings.seq_length, more)
@@ -252,3 +250,85 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def check_memory_is_known(settings: PlanningSettings, hardware: Hardware) -> None:
+    """Raise InvalidInputError if the limit is `auto` and the hardware file states no memory."""
+    if settings.max_tokens_per_rank is None and not hardware.hbm_bytes:
+        raise InvalidInputError(
+            f"--max-seqlen-per-dp-cp-rank auto needs hbm_bytes, which hardware {hardware.name!r} does not state: "
+            "give the limit in tokens, or a --dynamic-cp-hardware file with hbm_bytes"
+        )
+
+
+def max_tokens_per_rank(
+    settings: PlanningSettings,
+    model: ModelShape,
+    hardware: Hardware,
+    left_out: tuple[CpCommType, ...] = (),
+    *,
+    has_masks: bool = False,
+) -> int:
+    """Return the limit of padded tokens of a rank in one micro-batch; a pure function of settings and hardware file.
+
+    All micro-batches in flight are assumed to reach the limit, with exchange buffers of the smallest CP size that holds
+    a sample of --seq-length. If memory is unknown, a limit in tokens is not checked.
+
+    Args:
+        left_out: exchanges that the layers lack.
+        has_masks: whether samples have their own masks.
+
+    Raises InvalidInputError: the limit is `auto` and memory is unknown. Raises MemoryLimitError: what is asked for does
+    not fit; with both numbers and the remedies."""
+    check_memory_is_known(settings, hardware)
+    limit, topology = settings.max_tokens_per_rank, settings.topology
+    if limit is not None and not hardware.hbm_bytes:
+        return limit
+    options = settings.used(settings.options(limit or 1, left_out, has_masks=has_masks))
+    memory = MemoryModel(
+        Problem(
+            topology=topology, model=model, hardware=hardware, options=options, data_parallel=settings.data_parallel
+        )
+    )
+    try:
+        if limit is None:
+            return memory.max_tokens_per_rank(settings.seq_length)
+        sizes = allowed_cp_sizes(topology, options)
+        # A sample that no group holds has its attention placed on all lanes.
+        holds = (cp for cp in sizes if capacity_tokens(cp, topology, options) >= settings.seq_length)
+        smallest = next(holds, sizes[-1])
+        memory.check_limit_fits(limit, smallest)
+    except MemoryLimitError as error:
+        raise MemoryLimitError(
+            f"{error}; if the device has more memory than {hardware.name}, name it with --dynamic-cp-hardware",
+            **error.details,
+        ) from error
+    return limit
+
+
+def check_state_fits(problem: Problem, ranks: Sequence[int], free_bytes: int | None, num_positions: int = 0) -> None:
+    """Refuse a model whose weights, gradients and optimizer states do not fit into a host's memory together.
+
+    Args:
+        ranks: those of the host, which share its memory.
+        free_bytes: of the host, with swap; None: unknown, and nothing is refused.
+        num_positions: rows of the table of learned positions, 0 without one.
+
+    Raises MemoryLimitError: with both numbers and the remedies."""
+    topology, model = problem.topology, problem.model
+    stages = MemoryModel(problem).peak_at(2 * topology.rank_token_multiple)
+    of_stage = [one.weights_bytes + one.gradients_bytes + one.optimizer_bytes for one in stages]
+    # Every TP rank of the first stage has the whole table of positions, with gradients and optimizer states.
+    table = num_positions * model.hidden_size * problem.options.element_bytes.weight
+    of_stage[0] *= 1 + table / stages[0].weights_bytes
+    needed = sum(of_stage[rank // (topology.num_lanes * topology.tp_size)] for rank in ranks)
+    if free_bytes is not None and needed > free_bytes:
+        positions = f", {num_positions} positions (--max-position-embeddings, --seq-length)" if num_positions else ""
+        raise MemoryLimitError(
+            f"weights, gradients and optimizer states of the {counted(len(ranks), 'rank')} of this host need "
+            f"{needed / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free: make the model smaller (hidden size "
+            f"{model.hidden_size}, {counted(model.num_layers, 'layer')}, a vocabulary of {model.vocab_size}{positions})"
+            " or use more hosts",
+            needed_bytes=needed,
+            free_bytes=free_bytes,
+        )

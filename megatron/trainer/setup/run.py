@@ -24,10 +24,8 @@ from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags import features
 from megatron.dynamic_cp.flags.exclusions import MASKS, refuse_pairs
 from megatron.dynamic_cp.flags.experts import may_place
-from megatron.dynamic_cp.flags.layer_needs import layer_needs
-from megatron.dynamic_cp.flags.shape import model_shape
-from megatron.dynamic_cp.step.loss import forward_step
-from megatron.dynamic_cp.step.schedule import run_schedule
+from megatron.dynamic_cp.flags.shape import layer_needs, model_shape
+from megatron.dynamic_cp.step.schedule import forward_step, run_schedule
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.checkpoints.checkpoint_files import SaveLock
 from megatron.trainer.checkpoints.loading import saved_data_identity
@@ -76,8 +74,7 @@ class RunData:
 
 def load_data(settings: Settings, device: torch.device) -> RunData:
     """Return the data, which rank 0 indexes. DynamicCPError on every rank if they cannot be read, ranks see different
-    samples, or none are left to evaluate on. Collective.
-    """
+    samples, or none are left to evaluate on. Collective."""
     config = data_config(settings)
     if config.sft:
         config = replace(config, chat_date=run_on_rank_zero(lambda: _chat_date(settings)))
@@ -92,9 +89,7 @@ def load_data(settings: Settings, device: torch.device) -> RunData:
         )
     num_token_ids = tokenizer.build(config).vocab_size
     vocab_rows = derive.padded_vocab_size(
-        num_token_ids,
-        settings.model.make_vocab_size_divisible_by,
-        settings.planning.topology.tp_size,
+        num_token_ids, settings.model.make_vocab_size_divisible_by, settings.planning.topology.tp_size
     )
     return RunData(config=config, splits=splits, num_token_ids=num_token_ids, vocab_rows=vocab_rows)
 
@@ -253,12 +248,7 @@ def _take_folders(settings: Settings) -> SaveLock | None:
     return None if save is None else SaveLock(save)
 
 
-def _trainable(
-    settings: Settings,
-    runtime: PlannedRuntime,
-    built: model.Built,
-    data: RunData,
-) -> Trainable:
+def _trainable(settings: Settings, runtime: PlannedRuntime, built: model.Built, data: RunData) -> Trainable:
     topology, vocab_rows = runtime.topology, runtime.model_shape.vocab_size
     return Trainable(
         chunks=built.chunks,
@@ -270,11 +260,7 @@ def _trainable(
             "data": data_identity(data.config, data.splits),
             **features.identity_of_adapters(settings.model),
         },
-        arguments={
-            **runtime.arguments,
-            "padded_vocab_size": vocab_rows,
-            derive.TOKEN_IDS: data.num_token_ids,
-        },
+        arguments={**runtime.arguments, "padded_vocab_size": vocab_rows, derive.TOKEN_IDS: data.num_token_ids},
         layout={"tp": topology.tp_size, "pp": topology.pp_size, "vp": topology.vp_size, "lanes": topology.num_lanes},
         has_dropout=settings.model.hidden_dropout > 0,
         gathers_params=settings.planning.data_parallel.overlap_param_gather,

@@ -28,8 +28,8 @@ from megatron.dynamic_cp.data.micro_batches import PackedBucket, groups_of
 from megatron.dynamic_cp.flags.fp8 import token_alignment
 from megatron.dynamic_cp.groups.first_exchange import possible_attentions
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.model.experts import as_if_nothing_was_routed
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.trainer.flags import environment
 from megatron.trainer.setup.model import Built
 from megatron.trainer.setup.planned_runtime import PlannedRuntime
@@ -212,8 +212,7 @@ def run_chunks(
     device: torch.device,
 ) -> None:
     """Run a pack of `num_tokens`, on one lane, forward and backward through each chunk, as if there was no pipeline.
-    Gradients are zero afterwards, random states as before. Collective among tensor-parallel ranks.
-    """
+    Gradients are zero afterwards, random states as before. Collective among tensor-parallel ranks."""
     tp_size = config.tensor_model_parallel_size
     shares = tp_size if config.sequence_parallel else 1
     seqlens = pack_of(
@@ -251,8 +250,7 @@ def run_chunks(
 
 def _within_memory(compute: Callable[[], T], limit: int) -> T:
     """Return `compute()`, which contains collectives; MemoryLimitError if this rank's device is too small. Other ranks
-    wait inside `compute`, where no message would be heard, so its launcher has to end them (`ending.failures`).
-    """
+    wait inside `compute`, where no message would be heard, so its launcher has to end them (`ending.failures`)."""
     try:
         return compute()
     except torch.OutOfMemoryError as error:

@@ -19,7 +19,7 @@ from dynamic_cp.errors import MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
 from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.setup import memory
+from megatron.trainer.setup import planned_runtime
 
 ROOT = Path(__file__).parents[3]
 H100 = "NVIDIA H100 80GB HBM3"
@@ -130,7 +130,7 @@ def test_both_runs_fit_the_gpus(tmp_path: Path, gpus: int) -> None:
         settings = parse_args(day.training_flags(policy, tmp_path), world_size=gpus)
         shape = model_shape(settings.model, 128256)
         assert shape.num_layers == day.trained.num_layers
-        assert memory.max_tokens_per_rank(settings.planning, shape, load_hardware("h100")) == day.max_tokens
+        assert planned_runtime.max_tokens_per_rank(settings.planning, shape, load_hardware("h100")) == day.max_tokens
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,8 @@ from dynamic_cp.decide.sweep.space import Refused, settings_of, variants
 from dynamic_cp.decide.tried import EXCHANGES
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import as_flags
-from dynamic_cp.models.catalog import load_architecture, load_hardware, load_model, model_names
+from dynamic_cp.models.catalog import load_architecture, load_hardware, load_model, model_names, why_local
 from dynamic_cp.models.flags import MEANINGS
-from dynamic_cp.models.layers import why_local
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import AUTO_CHUNK_TOKENS, CP_COMM_TYPES, DataParallel, Experts, Lambda, RecomputedLayers, Topology
 from tests import patience
@@ -489,8 +488,7 @@ TRAINED = [name for name in model_names() if load_model(name).causal_attention]
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monkeypatch):
     """Every field of shape and architecture, as the trainer's own parser reads the line."""
-    from megatron.dynamic_cp.flags.layer_needs import layer_needs
-    from megatron.dynamic_cp.flags.shape import model_shape
+    from megatron.dynamic_cp.flags.shape import layer_needs, model_shape
     from megatron.trainer.flags import derive
 
     if name in CONFIGS:

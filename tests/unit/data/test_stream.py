@@ -12,9 +12,8 @@ from megatron.core import num_microbatches_calculator
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.data.build import build_splits
-from megatron.trainer.data.samples import shuffled
-from megatron.trainer.data.stream import MAX_PERIOD, Blend, whole_shares
-from megatron.trainer.flags.batch_sizes import BatchSizes
+from megatron.trainer.data.stream import MAX_PERIOD, Blend, shuffled, whole_shares
+from megatron.trainer.flags.settings import BatchSizes
 from tests.unit.data.helpers import config, epoch_tokens, write_files
 
 

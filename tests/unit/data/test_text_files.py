@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dynamic_cp.errors import DataError
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.files import list_files
-from megatron.trainer.data.samples import SampleIndex
+from megatron.trainer.data.stream import SampleIndex
 from tests.unit.data.helpers import EOD, ArrayDocuments, config, epoch_tokens, open_documents, refusal, write_files
 
 

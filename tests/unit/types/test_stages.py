@@ -12,7 +12,7 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.types import FULL, Layer, ModelShape, Stage, Topology
-from dynamic_cp.types.stage_layers import _splits, best_split, flags_of
+from dynamic_cp.types.layers import _splits, best_split, flags_of
 from megatron.dynamic_cp.flags.layout import STAGE_FLAGS, pipeline_layers
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, problem_of
 

@@ -121,8 +121,7 @@ KERNELS = {kernel.name: kernel for kernel in (CPU, FLASH, CUDNN, PORTABLE, TRITO
 @lru_cache
 def choose_kernel(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
     """Return the kernel for such tensors and log why, once; `backend` is one of BACKENDS. Raises
-    UnsupportedFeatureError: it cannot compute them here, or `auto` finds no fast kernel.
-    """
+    UnsupportedFeatureError: it cannot compute them here, or `auto` finds no fast kernel."""
     kernel, reason = _choice(backend, device, dtype, head_dim)
     logger.info("attention kernel %s: %s", kernel.name, reason)
     return kernel
@@ -189,7 +188,7 @@ def _choice(backend: str, device: torch.device, dtype: torch.dtype, head_dim: in
 
 
 def _unsupported(what: str, backend: str) -> UnsupportedFeatureError:
-    return UnsupportedFeatureError(f"--attention-backend {backend} {what}", flag="--attention-backend")
+    return UnsupportedFeatureError(f"--attention-backend {backend} {what}")
 
 
 def check_kernel(
@@ -197,8 +196,7 @@ def check_kernel(
 ) -> float:
     """Return the largest relative error of `kernel` over the three steps of a ring; waits for the device. A kernel that
     serves ranges of keys is also checked on a window with a sink; CPU and portable are not checked (0). Raises
-    UnsupportedFeatureError: an error is above TOLERANCE.
-    """
+    UnsupportedFeatureError: an error is above TOLERANCE."""
     if kernel in (CPU, PORTABLE):
         return 0.0
     halves = tuple(seqlen // 2 for seqlen in _SEQLENS)
@@ -222,9 +220,7 @@ def check_kernel(
                 raise UnsupportedFeatureError(
                     f"attention kernel {kernel.name} of torch {torch.__version__} is wrong on {_name(device)}: {name} "
                     f"of a pack {step} is off by {error:.3g} of its norm, {TOLERANCE} is allowed (heads "
-                    f"{heads}/{kv_heads}, width {head_dim}): take another --attention-backend, or another torch",
-                    kernel=kernel.name,
-                    error=error,
+                    f"{heads}/{kv_heads}, width {head_dim}): take another --attention-backend, or another torch"
                 )
             worst = max(worst, error)
     return worst

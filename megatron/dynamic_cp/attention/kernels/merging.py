@@ -23,8 +23,7 @@ _PROGRAM_ELEMENTS = 4096
 
 def merged(out_THD: Tensor, lse_HT: Tensor, other_THD: Tensor, other_HT: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp over the keys of both, in SUM_DTYPE; overwrites outputs that have this dtype
-    already. Rows that see no key keep output 0 and log-sum-exp -inf.
-    """
+    already. Rows that see no key keep output 0 and log-sum-exp -inf."""
     lse_HT, other_HT = lse_HT.to(SUM_DTYPE), other_HT.to(SUM_DTYPE)
     both_HT = torch.logaddexp(lse_HT, other_HT)
     finite_HT = both_HT.clamp_min(torch.finfo(SUM_DTYPE).min)  # -inf - -inf is no number

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dynamic_cp.types import CAUSAL, FULL
 from megatron.dynamic_cp.attention.packs import Pack, dense_heads, to_device
-from megatron.dynamic_cp.layout.packed_seq_params import boundaries
+from megatron.dynamic_cp.packed_seq_params import boundaries
 
 Ints, Int64s = NDArray[np.int32], NDArray[np.int64]
 MAX_HEAD_DIM = 256
@@ -34,8 +34,7 @@ _LOG2_E = 1.4426950408889634
 
 class Touched(NamedTuple):
     """For each tile t, the tiles that it touches, as CSR (int32, on the device): from starts[t] the full ones, from
-    full_ends[t] to starts[t + 1] those of which some rows see some columns.
-    """
+    full_ends[t] to starts[t + 1] those of which some rows see some columns."""
 
     starts: Tensor
     full_ends: Tensor

@@ -145,8 +145,7 @@ FLA = LinearKernel(name="fla", convolve=convolve, normalize=normalize, scan=scan
 @lru_cache
 def choose_linear_kernel(device: torch.device, sizes: LinearAttention) -> LinearKernel:
     """Return the kernel of linear attention on `device` and log why, once; called at start-up, too, to end there.
-    UnsupportedFeatureError: on a GPU, flash-linear-attention is missing or cannot do it.
-    """
+    UnsupportedFeatureError: on a GPU, flash-linear-attention is missing or cannot do it."""
     if device.type == "cpu":
         logger.info("linear attention kernel %s: on the CPU", PORTABLE.name)
         return PORTABLE
@@ -168,8 +167,7 @@ def check_linear_kernel(
     kernel: LinearKernel, sizes: LinearAttention, dtype: torch.dtype, device: torch.device
 ) -> float:
     """Return the largest relative error of `kernel`, with states before runs; waits for the device.
-    UnsupportedFeatureError: it is above TOLERANCE; names what is wrong.
-    """
+    UnsupportedFeatureError: it is above TOLERANCE; names what is wrong."""
     if kernel is PORTABLE:
         return 0.0
     runs = Runs.build(_LENGTHS, device)
@@ -182,9 +180,7 @@ def check_linear_kernel(
             raise UnsupportedFeatureError(
                 f"kernel {kernel.name} of linear attention is wrong on {device}: {name} is off by {error:.3g} of its "
                 f"norm, {TOLERANCE} is allowed ({sizes.kind}, keys of {sizes.key_size}, values of {sizes.value_size}): "
-                "take another version of flash-linear-attention, Triton or torch",
-                kernel=kernel.name,
-                error=error,
+                "take another version of flash-linear-attention, Triton or torch"
             )
         worst = max(worst, error)
     return worst

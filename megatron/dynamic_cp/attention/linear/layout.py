@@ -17,7 +17,7 @@ from torch import Tensor
 from dynamic_cp.plans.stretches import Stretches
 from megatron.dynamic_cp.attention.linear.recurrence import Runs
 from megatron.dynamic_cp.attention.packs import to_device
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
 class LaneIndex(NamedTuple):
@@ -61,8 +61,7 @@ class Halo(NamedTuple):
 
 class Alone(NamedTuple):
     """The runs of a lane through which no states pass, where it has linked ones, too, and the rows of both, int64.
-    `in_order` says where each row of the lane is once rows of linked runs come first, int64.
-    """
+    `in_order` says where each row of the lane is once rows of linked runs come first, int64."""
 
     linked_rows: Tensor
     rows: Tensor
@@ -72,8 +71,7 @@ class Alone(NamedTuple):
 
 class Level(NamedTuple):
     """Runs that go on from those of the level before, on a lane that has all rows, and these rows, int64. `previous` is
-    the run of the level before behind which each begins, int64; of the first level it means nothing.
-    """
+    the run of the level before behind which each begins, int64; of the first level it means nothing."""
 
     runs: Runs
     rows: Tensor
@@ -240,8 +238,7 @@ def lane_rows(params: DynamicPackedSeqParams, device: torch.device) -> LaneRows:
 
 class GatheredRows(NamedTuple):
     """`rows` of a lane that has those of all lanes in the order of samples; for each of its tokens, the row among those
-    of all lanes, lane after lane (`in_order`, int64), and for each such row its token (`by_lane`).
-    """
+    of all lanes, lane after lane (`in_order`, int64), and for each such row its token (`by_lane`)."""
 
     rows: LaneRows
     in_order: Tensor

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.packs import to_device
-from megatron.dynamic_cp.layout.packed_seq_params import boundaries
+from megatron.dynamic_cp.packed_seq_params import boundaries
 
 Kept = TypeVar("Kept")
 NORM_EPSILON = 1e-6

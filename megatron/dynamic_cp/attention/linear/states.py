@@ -29,7 +29,7 @@ from megatron.dynamic_cp.attention.linear.layer import LinearLayer, keeps_by_hoo
 from megatron.dynamic_cp.attention.linear.layout import Halo, LaneIndex, LaneRows, LinkedRuns, lane_rows
 from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps, applied, state_dtype, transposed
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected, LaneMessages, all_to_all_messages
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 Messages = Sequence[Sequence[Tensor]]
 """[lane] tensors for it, or of it; equally many for all."""
@@ -183,8 +183,7 @@ class StateChain:
 
     def states(self, summary: Summary) -> tuple[Tensor, Tensor]:
         """Return the state before each of this lane's linked runs, as the summary has b, and what backward needs: the
-        transitions of all runs, of this lane's share of the heads.
-        """
+        transitions of all runs, of this lane's share of the heads."""
         of_all = Summary(self._scattered(summary.together), summary.num_own)
         transitions = of_all.transitions.contiguous()
         behind = composed(of_all, self._links)
@@ -194,8 +193,7 @@ class StateChain:
 
     def gradients(self, grad: Tensor, of_all: Tensor) -> Tensor:
         """Return the gradient of the state behind each of them, given that of the state before each, from its own
-        tokens alone, and what `states` returned for backward.
-        """
+        tokens alone, and what `states` returned for backward."""
         own = self._scattered(grad.flatten(2) if of_all.ndim == 3 else grad)
         before = composed_back(of_all, own, self._links)
         behind = torch.zeros_like(before)
@@ -253,8 +251,7 @@ def composed(summary: Summary, links: LinkedRuns) -> Tensor:
 
 def composed_back(transitions: Tensor, grad: Tensor, links: LinkedRuns) -> Tensor:
     """Return the gradient of the state before each linked run: its own, and those of runs that go on from it. Both are
-    [heads, linked, ...]; the gradient is overwritten.
-    """
+    [heads, linked, ...]; the gradient is overwritten."""
     for number, (later, earlier, before) in enumerate(links.jumps, start=1):
         way = transposed(transitions.index_select(1, before))
         grad.index_add_(1, earlier, applied(way, grad.index_select(1, later)))

@@ -27,7 +27,7 @@ from megatron.dynamic_cp.attention.linear.layout import LaneIndex, LaneRows, gat
 from megatron.dynamic_cp.attention.linear.recurrence import state_dtype
 from megatron.dynamic_cp.attention.linear.states import by_states, exchanged, output_of_rows
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
 def by_heads(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: DynamicPackedSeqParams) -> Tensor:
@@ -98,10 +98,8 @@ def gated_delta_net_thd(
         conv_weight: [channels, 1, kernel size].
         sizes: of this tensor-parallel rank (`LinearAttention.of_rank`).
 
-    Raises:
-        UnsupportedFeatureError: a sample's mask is none of prefixes, attention is placed for a model without linear
-            attention, or there is no kernel for these tensors.
-    """
+    Raises UnsupportedFeatureError: a sample's mask is none of prefixes, attention is placed for a model without linear
+    attention, or there is no kernel for these tensors."""
     return _in_its_way(_layer(qkv_TC, conv_weight, sizes), qkv_TC, [beta_TH, decay_TH], params)
 
 
@@ -128,9 +126,7 @@ def mamba2_thd(
         conv_weight, conv_bias: [channels, 1, kernel size], [channels].
         sizes: as for `gated_delta_net_thd`.
 
-    Raises:
-        UnsupportedFeatureError: as `gated_delta_net_thd`.
-    """
+    Raises UnsupportedFeatureError: as `gated_delta_net_thd`."""
     layer = _layer(xbc_TC, conv_weight, sizes, bias_C=conv_bias, decay_rate_H=decay_rate_H, skip_H=skip_H)
     return _in_its_way(layer, xbc_TC, [dt_TH], params)
 

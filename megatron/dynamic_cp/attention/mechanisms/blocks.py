@@ -23,8 +23,8 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import Expected, LaneMes
 from megatron.dynamic_cp.attention.merge import SUM_DTYPE, RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import Pack
 from megatron.dynamic_cp.attention.placed_packs import Message, PlacedPacks, Round
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.measuring import span
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
 class Blocks(ShardExecutor):
@@ -67,8 +67,7 @@ def placed_packs(params: DynamicPackedSeqParams, device: torch.device) -> Placed
 
 class _Pass(Protocol):
     """One direction of one layer, on tensors over all tokens that the lane works with. `fetched` holds the row and the
-    column tensors that travel: sending lanes read them, fetching lanes write them.
-    """
+    column tensors that travel: sending lanes read them, fetching lanes write them."""
 
     fetched: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
@@ -220,8 +219,7 @@ def run(one: _Pass, packs: PlacedPacks, params: DynamicPackedSeqParams) -> None:
 
 class Rounds:
     """The transfers of a pass; rounds without messages of this lane are skipped. `tag_of` maps (round, division) to the
-    tag of its messages; by default messages come in the order of sending.
-    """
+    tag of its messages; by default messages come in the order of sending."""
 
     def __init__(
         self,

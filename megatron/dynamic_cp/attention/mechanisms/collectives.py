@@ -38,14 +38,12 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import (
 )
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import gathered_packs, to_device
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, packed_shard_positions
 
 
 def gathered_order(padded_seqlens: tuple[int, ...], num_lanes: int) -> np.ndarray:
     """Return, for each token of the pack in sequence order, its row in the gathered shards, int64 [num_lanes * T].
-    `padded_seqlens` are the tokens of each sequence on all `num_lanes` lanes together.
-    """
+    `padded_seqlens` are the tokens of each sequence on all `num_lanes` lanes together."""
     starts = np.repeat(np.cumsum((0, *padded_seqlens[:-1])), np.asarray(padded_seqlens) // num_lanes)
     rows_to_tokens = np.concatenate(
         [starts + packed_shard_positions(padded_seqlens, num_lanes, rank) for rank in range(num_lanes)]

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
 class Executor(Protocol):
@@ -78,8 +78,7 @@ class ShardExecutor:
 
 class KeyValueExecutor(ShardExecutor):
     """A `ShardExecutor` whose lanes send each other keys and values. Values narrower than keys are joined with them,
-    side by side in each head, and padded for kernels; others are stacked along `stacked_dim`.
-    """
+    side by side in each head, and padded for kernels; others are stacked along `stacked_dim`."""
 
     takes_narrow_values = True
     stacked_dim: ClassVar[int]

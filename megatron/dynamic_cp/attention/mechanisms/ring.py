@@ -29,8 +29,8 @@ from megatron.dynamic_cp.attention.mechanisms.executor import KeyValueExecutor
 from megatron.dynamic_cp.attention.mechanisms.transfers import RingShift, Transfer
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import ring_packs
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.measuring import span
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 
 class Ring(KeyValueExecutor):
@@ -123,8 +123,7 @@ class LatentWidths(NamedTuple):
 class UpProjection:
     """Projects latents [T, latent and rotated key] up to keys and values of a tensor-parallel rank's heads, and back.
     `grad_weight`, float32 [heads * (content + value), latent], sums over all calls of `gradient`; None before the
-    first.
-    """
+    first."""
 
     def __init__(self, weight: Tensor, widths: LatentWidths) -> None:
         self._weight, self._widths = weight, widths
@@ -174,6 +173,5 @@ class LatentRing(Ring):
         """Refuse keys and values: only `attention_from_latents` can run this ring."""
         raise UnsupportedFeatureError(
             f"the plan asks for {self._params.cp_comm_type} at {self._params.label}, and this attention brings keys "
-            "and values instead of latents: only --multi-latent-attention has them; plan with --cp-comm-type p2p",
-            cp_comm_type=self._params.cp_comm_type,
+            "and values instead of latents: only --multi-latent-attention has them; plan with --cp-comm-type p2p"
         )

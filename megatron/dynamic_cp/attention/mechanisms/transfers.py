@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.measuring.nvtx import span
+from megatron.dynamic_cp.measuring import span
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 Transfer = Literal["shift", "gather", "all-to-all", "messages"]
 """What connects a group: `RingShift`, `all_gather_tokens` (and its reverse), `all_to_all_heads` or `LaneMessages`."""
@@ -185,8 +185,7 @@ def all_to_all_messages(
 ) -> list[list[Tensor]]:
     """Return the tensors that each lane of the CP group sends to this one (`expected`), given those that it sends to
     each. Like `all_to_all_heads`, but messages are bytes, as in `LaneMessages`, and may differ in length or be
-    empty.
-    """
+    empty."""
     group = params.cp_group
     sent = torch.cat([_as_bytes(tensor) for message in messages for tensor in message])
     lengths = [sum(tensor.nbytes for tensor in message) for message in messages]

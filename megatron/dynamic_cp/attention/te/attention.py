@@ -38,7 +38,7 @@ from megatron.dynamic_cp.attention.te.support import (
     release_of,
 )
 from megatron.dynamic_cp.flags.attention import windows_of
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 
 Group = dist.ProcessGroup | list[dist.ProcessGroup] | None
 
@@ -96,8 +96,7 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         if windows_of(config).of_layer(layer_number) is not None:
             raise UnsupportedFeatureError(
                 f"layer {layer_number} has a window (--window-size), which is checked with local layers only: use "
-                "--transformer-impl local",
-                layer_number=layer_number,
+                "--transformer-impl local"
             )
         super().__init__(config, layer_number, attn_mask_type, attention_type, **kwargs)
         if TEDotProductAttention.cp_stream is None:
@@ -123,8 +122,7 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
     ) -> Tensor:
         """Return the context [T, heads * dim] of shards query [T, heads, dim], key and value [T, kv_heads, dim]. Raises
         UnsupportedFeatureError: full attention, samples with masks of their own, or an exchange that the installed
-        version or its kernel lacks. Start-up finds them earlier.
-        """
+        version or its kernel lacks. Start-up finds them earlier."""
         params = DynamicPackedSeqParams.checked(packed_seq_params)
         if params.masked_samples is not None:
             raise UnsupportedFeatureError(

@@ -24,7 +24,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.flags import TransformerImpl
 from dynamic_cp.types import CpCommType
 from megatron.dynamic_cp.flags.fp8 import why_no_device, why_not_gathered
-from megatron.dynamic_cp.flags.layer_needs import LayerNeeds
+from megatron.dynamic_cp.flags.shape import LayerNeeds
 
 if TYPE_CHECKING:
     import torch  # parsing flags must not wait for it
@@ -68,8 +68,7 @@ Provider = Literal["native", "wrapped"]
 
 def choose_kernel(backend: str, capability: Capability, *, flash_attn: FlashAttn | None) -> tuple[Kernel | None, str]:
     """Return (the kernel, ""), or (None, why there is none); `backend` is --attention-backend, or Megatron-LM's
-    "local". `capability` is the device's compute capability; `flash_attn` comes from `installed_flash_attn`.
-    """
+    "local". `capability` is the device's compute capability; `flash_attn` comes from `installed_flash_attn`."""
     device = f"the device has sm{capability[0]}{capability[1]}"
     if backend in ("unfused", "local"):
         return None, (
@@ -133,8 +132,7 @@ def provider(
 ) -> Provider:
     """Return who does an exchange: TransformerEngine or our wrapper. `version` and `kernel` are TransformerEngine's,
     `kv_heads` those of a tensor-parallel rank; `inner_cp_size` lanes share out heads, as in
-    `dynamic_cp.types.Bucket`. Raises UnsupportedFeatureError: neither can do it.
-    """
+    `dynamic_cp.types.Bucket`. Raises UnsupportedFeatureError: neither can do it."""
     is_old, is_served = release_of(version) < NATIVE_SINCE[exchange], exchange not in NOT_SERVED.get(kernel, ())
     if not is_old and is_served and kv_heads % inner_cp_size == 0:
         return "native"
@@ -148,11 +146,7 @@ def provider(
         remedy = "or on sm90 and sm100 --attention-backend auto"
     raise UnsupportedFeatureError(
         f"--cp-comm-type {exchange} with packed sequences {why}: use --cp-comm-type p2p or auto, --transformer-impl "
-        f"local, {remedy}",
-        exchange=exchange,
-        installed=version,
-        needed=needed,
-        kernel=kernel,
+        f"local, {remedy}"
     )
 
 
@@ -165,8 +159,7 @@ def missing_exchanges(exchanges: Sequence[CpCommType], version: str, kernel: Ker
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChoice:
     """The layers of a run, and why; TransformerEngine's `kernel` for attention. `left_out` are exchanges that
-    --cp-comm-type auto does not choose from: this version or its kernel lacks them.
-    """
+    --cp-comm-type auto does not choose from: this version or its kernel lacks them."""
 
     impl: TransformerImpl
     reason: str
@@ -207,11 +200,9 @@ def choose_layers(
         flash_attn: see `installed_flash_attn`.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
-    Raises:
-        UnsupportedFeatureError: TransformerEngine is asked for and cannot be used, or lacks the exchange that is asked
-            for; norms shall be recomputed, which its layers cannot; FP8 where its layers cannot be used, on a device
-            without it, or in blocks that it does not gather.
-    """
+    Raises UnsupportedFeatureError: TransformerEngine is asked for and cannot be used, or lacks the exchange that is
+    asked for; norms shall be recomputed, which its layers cannot; FP8 where its layers cannot be used, on a device
+    without it, or in blocks that it does not gather."""
     if needs.requested == "local":
         return LayerChoice(impl="local", reason="--transformer-impl local")
     kernel, obstacle = None, why_not_installed(capability, version, why_missing) or needs.why_local
@@ -250,15 +241,12 @@ def _local_layers(needs: LayerNeeds, obstacle: str, version: str | None) -> Laye
     if needs.requested is not None:
         raise UnsupportedFeatureError(
             f"--transformer-impl {needs.requested}: {obstacle}; change that (docs/GPU.md), or "
-            "use --transformer-impl local",
-            installed=version,
-            needed=shown(OLDEST),
+            "use --transformer-impl local"
         )
     if needs.fp8_recipe is not None:
         raise UnsupportedFeatureError(
             f"--fp8-format is for TransformerEngine's layers, and {obstacle}; change that "
-            "(docs/GPU.md), or leave it out",
-            installed=version,
+            "(docs/GPU.md), or leave it out"
         )
     return LayerChoice(impl="local", reason=obstacle)
 
@@ -269,12 +257,11 @@ def _check_te_computes(needs: LayerNeeds, capability: Capability, version: str) 
         if needs.gathered_hidden_size is not None:
             why = why or why_not_gathered(needs.fp8_recipe, needs.gathered_hidden_size, release_of(version))
         if why is not None:
-            raise UnsupportedFeatureError(why, flag="--fp8-recipe")
+            raise UnsupportedFeatureError(why)
     if needs.recomputes_norms:
         raise UnsupportedFeatureError(
             "--recompute-modules layernorm: norms are parts of the matrices of TransformerEngine's layers, "
-            "nothing would be recomputed: leave layernorm out, or use --transformer-impl local",
-            flag="--recompute-modules",
+            "nothing would be recomputed: leave layernorm out, or use --transformer-impl local"
         )
 
 

@@ -1,10 +1,19 @@
-"""What travels with a micro-batch through the model: boundaries, the CP group, positions, counters."""
+"""Which tokens of a packed bucket each CP rank holds, and what travels with a micro-batch through the model.
+
+Each padded sequence is cut into 2 * cp chunks, so that causal work is equal on all ranks: rank r holds chunks r and
+2 * cp - 1 - r (zigzag), sequence after sequence. At cp = 2 a sequence of 8 tokens lies as 0 1 | 6 7 on rank 0 and
+2 3 | 4 5 on rank 1.
+
+A prompt with several responses is as many sequences, each with the prompt; a tree of turns is one sequence per branch.
+For what is counted or lost by sequence, tokens are numbered by segments, whose tokens belong to the same sequences; a
+plain sample is one segment.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamic_cp.types import CAUSAL, STATE_EXCHANGES, CpCommType, Mask, Sample, StateExchange
+from dynamic_cp.types import CAUSAL, STATE_EXCHANGES, Branches, CpCommType, Mask, Sample, StateExchange
 
 NUM_COLUMNS = 3
 """Tokens, labels and position ids."""
@@ -75,8 +84,7 @@ except ImportError:  # loops outside Megatron need torch only: `megatron.integra
 @dataclass
 class ExchangeStats:
     """Bytes that this rank had to send to other lanes for attention, forward and backward, since the step began. A
-    collective over n lanes counts the share of the n - 1 others; gloo's own reduce-scatter moves twice as much.
-    """
+    collective over n lanes counts the share of the n - 1 others; gloo's own reduce-scatter moves twice as much."""
 
     bytes_sent: int = 0
 
@@ -269,3 +277,110 @@ class DynamicPackedSeqParams(PackedSeqParams):
             future=future,
             cache=LayerCache(placed),
         )
+
+
+def shard_positions(padded_seqlen: int, cp_size: int, cp_rank: int) -> NDArray[np.int64]:
+    """Return the positions in its own sequence of each token that `cp_rank` holds, int64 [padded_seqlen / cp_size].
+    `padded_seqlen` counts tokens over the whole group, a multiple of 2 * cp_size if cp_size > 1."""
+    if cp_size == 1:
+        return np.arange(padded_seqlen)
+    chunk = padded_seqlen // (2 * cp_size)
+    first = np.arange(cp_rank * chunk, (cp_rank + 1) * chunk)
+    mirrored = 2 * cp_size - 1 - cp_rank
+    second = np.arange(mirrored * chunk, (mirrored + 1) * chunk)
+    return np.concatenate([first, second])
+
+
+def packed_shard_positions(padded_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> NDArray[np.int64]:
+    """Return `shard_positions` of every sequence of a pack, one after the other, shape [rank tokens]."""
+    return np.concatenate([shard_positions(seqlen, cp_size, cp_rank) for seqlen in padded_seqlens])
+
+
+def count_held(seqlen: int, padded_seqlen: int, cp_size: int, cp_rank: int) -> int:
+    """Return how many of the first `seqlen` tokens, which are not padding, `cp_rank` holds. They come first in its
+    shard: its late chunk has some of them only where its early one is full of them."""
+    if cp_size == 1:
+        return seqlen
+    chunk = padded_seqlen // (2 * cp_size)
+    return sum(min(max(seqlen - place * chunk, 0), chunk) for place in (cp_rank, 2 * cp_size - 1 - cp_rank))
+
+
+def take_shard(values: NDArray[np.generic], positions: NDArray[np.int64]) -> NDArray[np.generic]:
+    """Return values[positions] where a position lies inside `values` [seqlen], 0 where it is padding."""
+    shard = np.zeros(len(positions), dtype=values.dtype)
+    inside = positions < len(values)
+    shard[inside] = values[positions[inside]]
+    return shard
+
+
+class TokenOwners(NamedTuple):
+    """The segments of a bucket, and which sequences have them.
+
+    The lanes of a bucket number its segments alike; where attention is placed each lane numbers those that it knows.
+
+    Attributes:
+        segments: of each local token, from 0, int64 [T]; `num_segments` stands for padding.
+        copies: of each local token the number of sequences that have it, 0 for padding, int64 [T].
+        shares: pairs of a segment and a sequence that has it, int64 [2, shares].
+        num_segments, num_sequences: of the bucket.
+    """
+
+    segments: torch.Tensor
+    copies: torch.Tensor
+    shares: torch.Tensor
+    num_segments: int
+    num_sequences: int
+
+
+def token_owners(params: DynamicPackedSeqParams) -> TokenOwners:
+    """Return the owners of the local tokens, computed by the first layer that asks."""
+
+    def make() -> TokenOwners:
+        if params.placed is not None:
+            shards = params.placed.shards()  # of its samples, and padding
+            segments = [*map(segments_of, params.placed.samples), Segments((), [])]
+        else:
+            cp_size, cp_rank = params.cp_group.size(), params.cp_group.rank()
+            positions = packed_shard_positions(params.padded_seqlens, cp_size, cp_rank)
+            shards = np.split(positions, np.cumsum(params.padded_seqlens)[:-1] // cp_size)
+            if params.masked_samples is not None:
+                segments = list(map(segments_of, params.masked_samples))
+            else:
+                segments = [Segments((0 if params.is_empty_place else seqlen,), [[0]]) for seqlen in params.seqlens]
+        return _owners(shards, segments, params.positions.device)
+
+    return params.cache.once("owners", make)
+
+
+class Segments(NamedTuple):
+    """The segments of a sample: the length of each, and which of them each of its sequences has."""
+
+    lengths: tuple[int, ...]
+    sequences: list[list[int]]
+
+
+def segments_of(sample: Sample) -> Segments:
+    """Return the segments of a sample: of a prompt with responses, of a tree of turns, or all of it as one."""
+    mask = sample.mask
+    return Segments(mask.shape()[0], mask.paths()) if isinstance(mask, Branches) else Segments((sample.seqlen,), [[0]])
+
+
+def _owners(shards: Sequence[NDArray[np.int64]], segments: Sequence[Segments], device: torch.device) -> TokenOwners:
+    """Return the owners of tokens; `shards` are each sample's tokens here, padding behind its segments."""
+    num_segments, num_sequences = sum(len(one.lengths) for one in segments), 0
+    places, shares = [], []
+    first = 0
+    for shard, (lengths, sequences) in zip(shards, segments, strict=True):
+        place = np.searchsorted(np.cumsum(lengths), shard, side="right")
+        places.append(np.where(place < len(lengths), first + place, num_segments))
+        for sequence in sequences:
+            shares += [(first + segment, num_sequences) for segment in sequence]
+            num_sequences += 1
+        first += len(lengths)
+    of_tokens = np.concatenate(places)
+    copies = np.bincount([segment for segment, _ in shares], minlength=num_segments + 1)[of_tokens]
+    on_tokens, on_segments = (
+        torch.from_numpy(values).to(device, non_blocking=True)
+        for values in (np.stack((of_tokens, copies)), np.array(shares, np.int64).T)
+    )
+    return TokenOwners(*on_tokens, on_segments, num_segments, num_sequences)

@@ -1,5 +1,0 @@
-"""Global batches from iterators that belong to another training loop.
-
-Read in this order: `samples` (what they yield), `probing` (lengths without reading), `rerouting` (samples to the lanes
-that need them), `draw` (draws a global batch), `iterator` (the wrapper).
-"""
