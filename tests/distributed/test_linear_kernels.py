@@ -72,11 +72,16 @@ def l2norm(x: Tensor, eps: float) -> Tensor:
     return PORTABLE.normalize(x)
 
 
+def rmsnorm_fn(x: Tensor, weight: Tensor, bias: None, z: Tensor, eps: float, **options: Any) -> Tensor:
+    return PORTABLE.gated_norm(x, z, weight, eps, options["group_size"], not options["norm_before_gate"])
+
+
 DOCUMENTED: dict[str, Callable[..., Any]] = {
     "l2norm": l2norm,
     "chunk_gated_delta_rule": scan,
     "chunk_simple_gla": lambda q, k, v, g, **options: scan(q, k, v, g, None, **options),
     "causal_conv1d": causal_conv1d,
+    "rmsnorm_fn": rmsnorm_fn,
 }
 
 

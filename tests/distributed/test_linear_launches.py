@@ -25,6 +25,7 @@ from dynamic_cp.types import (
     Topology,
 )
 from dynamic_cp.types.linear_attention import CHUNK_TOKENS, CHUNKS_PER_LANE
+from megatron.dynamic_cp.attention.linear import layer as layer_of_heads
 from megatron.dynamic_cp.attention.linear import thd
 from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
@@ -90,6 +91,7 @@ EMPTY = LinearKernel(
     name="empty",
     convolve=lambda x, weight, bias, runs: _Kernel.apply(((x.shape, x.dtype),), x, weight, bias)[0],
     normalize=_Norm.apply,
+    gated_norm=lambda x, z, weight, *_: _Kernel.apply(((x.shape, x.dtype),), x, z, weight)[0],
     scan=scan,
 )
 
@@ -112,6 +114,7 @@ def counted(kind: str, way: StateExchange, cp_size: int, tokens: int = TOKENS, s
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(thd, "choose_linear_kernel", return_value=EMPTY),
         mock.patch.object(dist, "all_to_all_single"),
+        mock.patch.object(layer_of_heads, "exact_dtype", return_value=torch.float32),  # as on a GPU
     ):
         params = DynamicPackedSeqParams.build(
             padded,

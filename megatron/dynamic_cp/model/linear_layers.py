@@ -26,7 +26,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from megatron.dynamic_cp.attention.linear.layer import computed_again
+from megatron.dynamic_cp.attention.linear import thd
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.attention.packs import exact_dtype
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
@@ -133,8 +133,11 @@ class LinearAttentionLayer(MegatronModule):
             # Lanes convolve what they exchange, and z alone would keep the whole projection.
             sections["z"] = sections["z"].contiguous()
         dropped = CheckpointWithoutOutput() if self.drops_normed and self.training else None
-        again = computed_again if dropped is None else dropped.checkpoint
-        attended = self._attended(sections, params, again)
+        found = self._attended(sections, params)
+        if dropped is None:
+            attended = self._gated(found, sections["z"])
+        else:
+            attended = dropped.checkpoint(self._gated, found, sections["z"])
         output: tuple[Tensor, Tensor | None] = self.out_proj(attended.unsqueeze(1))
         if dropped is not None:
             dropped.discard_output_and_register_recompute(output[0])
@@ -144,15 +147,14 @@ class LinearAttentionLayer(MegatronModule):
         """Return the rows of each section of the first projection on this rank."""
         raise NotImplementedError
 
-    def _attended(
-        self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams, again: Callable[..., Tensor]
-    ) -> Tensor:
-        """Return the output of the heads, gated and normalized, [T, heads * value width], of sections [T, rows].
-
-        Args:
-            sections: those that are not convolved by their names, the others as TOGETHER.
-            again: runs a function that backward computes again, as `computed_again`.
+    def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
+        """Return the output of the heads, [T, heads * value width], of sections [T, rows]: those that are not convolved
+        by their names, the others as TOGETHER.
         """
+        raise NotImplementedError
+
+    def _gated(self, found: Tensor, z: Tensor) -> Tensor:
+        """Return what heads found, [T, heads * value width], gated and normalized."""
         raise NotImplementedError
 
     def _core(self, attend: Callable[..., Tensor], *given: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ class LinearAttentionLayer(MegatronModule):
         values = draw(self.sizes.num_heads * self.tp_size).chunk(self.tp_size)[self.tp_group.rank()]
         return _shared_out(values.to(self.config.params_dtype))
 
-    def _convolution(self) -> _Convolution:
+    def _convolution(self) -> _OfChannels:
         """Return a convolution of each channel of this rank, as torch would draw it."""
         bound = 1 / math.sqrt(self.sizes.kernel_size)
         weights, biases = [], []
@@ -189,7 +191,7 @@ class LinearAttentionLayer(MegatronModule):
             for parts, whole in ((weights, weight), (biases, bias)):
                 parts.append(whole.chunk(self.tp_size)[self.tp_group.rank()])
         dtype = self.config.params_dtype
-        return _Convolution(torch.cat(weights).to(dtype), torch.cat(biases).to(dtype) if self.HAS_BIAS else None)
+        return _OfChannels(torch.cat(weights).to(dtype), torch.cat(biases).to(dtype) if self.HAS_BIAS else None)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
@@ -215,8 +217,8 @@ class LinearAttentionLayer(MegatronModule):
         return found | ({"conv1d.bias": self.channels} if self.HAS_BIAS else {})
 
 
-class _Convolution(torch.nn.Module):
-    """The weights of a convolution of each channel by itself, named as those of torch's module."""
+class _OfChannels(torch.nn.Module):
+    """A weight, and a bias if there is one, of each channel of this rank, named as those of torch's modules."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -289,9 +291,7 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
         )
         return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
 
-    def _attended(
-        self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams, again: Callable[..., Tensor]
-    ) -> Tensor:
+    def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
         alpha = sections["alpha"]
         exact = exact_dtype(alpha)
         decay = -self.A_log.to(exact).exp() * softplus(alpha.to(exact) + self.dt_bias)
@@ -299,12 +299,17 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
         def attend(*given: Tensor) -> Tensor:
             return gated_delta_net_thd(*given, params, self.sizes)
 
-        found = self._core(attend, sections[TOGETHER], sections["beta"].sigmoid(), decay, self.conv1d.weight)
+        convolved, beta = sections[TOGETHER], sections["beta"].sigmoid()
+        return self._core(attend, convolved, beta, decay, self.conv1d.weight).flatten(1)
 
-        def gated(found: Tensor, z: Tensor) -> Tensor:
-            return (self.out_norm(found) * silu(z.to(exact))).to(found.dtype)
-
-        return again(gated, found, sections["z"].unflatten(-1, (self.sizes.num_heads, -1))).flatten(1)
+    def _gated(self, found: Tensor, z: Tensor) -> Tensor:
+        config, exact = self.config, exact_dtype(found)
+        if config.normalization != "RMSNorm":
+            by_head = self.out_norm(found.unflatten(1, (self.sizes.num_heads, -1)))
+            return (by_head.flatten(1) * silu(z.to(exact))).to(found.dtype)
+        weight = (self.out_norm.weight.to(exact) + config.layernorm_zero_centered_gamma).repeat(self.sizes.num_heads)
+        norm = thd.choose_linear_kernel(found.device, self.sizes).gated_norm
+        return norm(found, z, weight, config.layernorm_epsilon, self.sizes.value_size, False)
 
 
 class DynamicCPMamba(LinearAttentionLayer):
@@ -316,15 +321,13 @@ class DynamicCPMamba(LinearAttentionLayer):
         super().__init__(config, layer_number, pg_collection, **unused)
         self.dt_bias = self._of_heads(_drawn_steps)
         self.D = self._of_heads(torch.ones)
-        self.norm = _GroupNorm(self.sizes.value_channels, self.sizes.num_groups, config.params_dtype)
+        self.norm = _OfChannels(torch.ones(self.sizes.value_channels, dtype=config.params_dtype), None)
 
     def _sections(self) -> dict[str, int]:
         keys, values = self.sizes.num_groups * self.sizes.key_size, self.sizes.value_channels
         return {"z": values, "x": values, "B": keys, "C": keys, "dt": self.sizes.num_heads}
 
-    def _attended(
-        self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams, again: Callable[..., Tensor]
-    ) -> Tensor:
+    def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
         convolved = sections[TOGETHER]
         exact = exact_dtype(convolved)
         steps = softplus(sections["dt"].to(exact) + self.dt_bias.to(exact))
@@ -333,34 +336,11 @@ class DynamicCPMamba(LinearAttentionLayer):
             return mamba2_thd(*given, params, self.sizes)
 
         conv = self.conv1d
-        found = self._core(attend, convolved, steps, self.A_log, self.D, conv.weight, conv.bias).flatten(1)
+        return self._core(attend, convolved, steps, self.A_log, self.D, conv.weight, conv.bias).flatten(1)
 
-        def gated(found: Tensor, z: Tensor) -> Tensor:
-            return self.norm(found * silu(z.to(exact))).to(found.dtype)
-
-        return again(gated, found, sections["z"])
-
-
-class _GroupNorm(torch.nn.Module):
-    """An RMS norm of the channels of each group of this rank; each channel has its own weight."""
-
-    def __init__(self, channels: int, num_groups: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.num_groups = num_groups
-        self.weight = torch.nn.Parameter(torch.ones(channels, dtype=dtype))
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x [T, channels], normalized."""
-        groups = x.unflatten(-1, (self.num_groups, -1))
-        scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + EPSILON)
-        return (groups * scale).flatten(1) * self.weight.to(x.dtype)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """Return the weights of the channels of this tensor-parallel rank."""
-        return sharded_by_rows(self, prefix, sharded_offsets)
+    def _gated(self, found: Tensor, z: Tensor) -> Tensor:
+        norm = thd.choose_linear_kernel(found.device, self.sizes).gated_norm
+        return norm(found, z, self.norm.weight, EPSILON, found.shape[1] // self.sizes.num_groups, True)
 
 
 def _drawn_steps(heads: int) -> Tensor:

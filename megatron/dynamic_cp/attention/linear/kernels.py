@@ -37,6 +37,7 @@ FUNCTIONS = {
     "chunk_simple_gla": "fla.ops.simple_gla",
     "causal_conv1d": "fla.modules.causal_conv1d",
     "l2norm": "fla.modules.norm.l2norm",
+    "rmsnorm_fn": "fla.modules.norm.layernorm_gated",
 }
 """What is called, and where it is."""
 MOST_KEY_SIZE = 256
@@ -139,7 +140,13 @@ def normalize(x: Tensor) -> Tensor:
     return _function("l2norm")(x, eps=NORM_EPSILON)  # type: ignore[no-any-return]
 
 
-FLA = LinearKernel(name="fla", convolve=convolve, normalize=normalize, scan=scan)
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, epsilon: float, width: int, gates_first: bool) -> Tensor:
+    """See `recurrence.LinearKernel`."""
+    options = {"z": z, "eps": epsilon, "group_size": width, "norm_before_gate": not gates_first}
+    return _function("rmsnorm_fn")(x, weight=weight, bias=None, **options)  # type: ignore[no-any-return]
+
+
+FLA = LinearKernel(name="fla", convolve=convolve, normalize=normalize, scan=scan, gated_norm=gated_norm)
 
 
 @lru_cache
@@ -218,8 +225,11 @@ def _results(
     steps = steps.with_tensors([q, k, *tensors[5:-1]])
     scanned, last = kernel.scan(steps, runs, tensors[-1])
     assert scanned is not None
-    outputs = (convolved, scanned, last)
-    for name, output in zip(("the convolution", "the output", "the state behind runs"), outputs, strict=True):
+    flat, gates_first = steps.v_THV.flatten(1), steps.beta_TH is None
+    normed = kernel.gated_norm(scanned.flatten(1), flat, tensors[2][: flat.shape[1]], 1e-5, flat.shape[1], gates_first)
+    outputs = (convolved, scanned, last, normed)
+    names = ("the convolution", "the output", "the state behind runs", "the gated norm")
+    for name, output in zip(names, outputs, strict=True):
         yield name, output.detach()
     weights = [torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype) for out in outputs]
     for name, grad in zip(_INPUTS[steps.beta_TH is None], torch.autograd.grad(outputs, tensors, weights), strict=True):

@@ -8,27 +8,17 @@ Shapes: T tokens, H heads, G groups of heads, K channels of a key (weight: taps)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps, state_dtype
 from megatron.dynamic_cp.attention.packs import exact_dtype
-
-
-def computed_again(compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
-    """Return `compute(*given)`, which backward computes again of `given`; nothing in it is random.
-
-    Autograd would keep float32 copies of each step.
-    """
-    output: Tensor = checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
-    return output
 
 
 def keeps_by_hooks() -> bool:
@@ -109,7 +99,7 @@ class LinearLayer:
             q, k = (self._served(x) for x in self.kernel.normalize(keys).unbind())
             return Steps(q, k, values, decay, beta, scale=self.sizes.key_size**-0.5), values
         (step,) = gates
-        decay = -(self.decay_rate_H.to(exact_dtype(step)).exp() * step).to(step.dtype)
+        decay = (-self.decay_rate_H.to(exact_dtype(step)).exp() * step).to(step.dtype)
         key, query = (self._served(x) for x in keys.unbind())
         return Steps(query, key, _Weighted.apply(values, step, None), decay, None, scale=1.0), values
 

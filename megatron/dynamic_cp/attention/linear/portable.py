@@ -13,12 +13,14 @@ section 6.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from megatron.dynamic_cp.attention.linear.recurrence import (
     NORM_EPSILON,
@@ -28,7 +30,7 @@ from megatron.dynamic_cp.attention.linear.recurrence import (
     applied,
     state_dtype,
 )
-from megatron.dynamic_cp.attention.packs import to_device
+from megatron.dynamic_cp.attention.packs import exact_dtype, to_device
 
 BLOCK_TOKENS = 64
 
@@ -170,10 +172,32 @@ def convolve(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, runs: Runs)
     return functional.silu(total).to(x_TC.dtype)
 
 
+def computed_again(compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """Return `compute(*given)`, which backward computes again of `given`; nothing in it is random.
+
+    Autograd would keep float32 copies of each step.
+    """
+    output: Tensor = checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
+    return output
+
+
 def normalize(x: Tensor) -> Tensor:
     """See `recurrence.LinearKernel`."""
     wide = x.to(state_dtype(x.dtype))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPSILON)).to(x.dtype)
 
 
-PORTABLE = LinearKernel(name="portable", convolve=convolve, normalize=normalize, scan=scan)
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, epsilon: float, width: int, gates_first: bool) -> Tensor:
+    """See `recurrence.LinearKernel`; backward computes it again, as autograd would keep wide copies of each step."""
+
+    def compute(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        gate = functional.silu(z.to(exact_dtype(x)))
+        groups = (x * gate if gates_first else x.to(gate.dtype)).unflatten(-1, (-1, width))
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + epsilon)
+        normed = normed.flatten(1) * weight.to(gate.dtype)
+        return (normed if gates_first else normed * gate).to(x.dtype)
+
+    return computed_again(compute, x, z, weight)
+
+
+PORTABLE = LinearKernel(name="portable", convolve=convolve, normalize=normalize, scan=scan, gated_norm=gated_norm)

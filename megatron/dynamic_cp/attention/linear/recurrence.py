@@ -145,9 +145,12 @@ class LinearKernel:
             before it in its run, and SiLU.
         normalize: [..., K] -> the same with vectors of length 1, x / sqrt(sum of squares + NORM_EPSILON).
         scan: the recurrence.
+        gated_norm: (x, z [T, C], weight [C], epsilon, channels of a group, whether it gates before the norm) -> an RMS
+            norm of each group of x, times SiLU of z.
     """
 
     name: str
     convolve: Convolve
     normalize: Callable[[Tensor], Tensor]
     scan: Scan
+    gated_norm: Callable[[Tensor, Tensor, Tensor, float, int, bool], Tensor]
