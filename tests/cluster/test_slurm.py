@@ -12,9 +12,14 @@ import pytest
 
 from tests.cluster import slurm as real
 from tests.cluster.slurm import Job, Slurm
-from tests.cluster.test_requeue import SMALL
+from tests.trainer.commandline import command_line
 
 pytestmark = pytest.mark.nightly
+# The flags of a small model on CPU ranks, behind those of the job, which they replace.
+SMALL = command_line(
+    "--max-seqlen-per-dp-cp-rank 64 --dynamic-cp-hardware cpu --tensor-model-parallel-size 1 --recompute-num-layers 1",
+    "--lr-decay-iters 1000 --num-layers 2 --num-workers 0 --rotary-base 10000 --split 100,0,0",
+)
 ITERATION = r"(?m)^ \[.*?\] iteration +(\d+)/"
 
 

@@ -8,16 +8,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dynamic_cp.models.catalog import load_hardware, load_model
-from megatron.dynamic_cp.flags.shape import model_shape
-from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.setup import planned_runtime
-from tests.cluster.conftest import ROOT, Cluster
+from tests.cluster.conftest import ROOT
 
 SCRIPT = ROOT / "examples" / "slurm" / "table1.py"
 LOGS = Path(__file__).parent / "table1"
@@ -26,37 +21,6 @@ LOGS = Path(__file__).parent / "table1"
 def show(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "show", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-@pytest.mark.nightly
-def test_the_job_launches_both_arms_as_published(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, output = cluster.run("examples/slurm/table1.sbatch", LENGTHS="github_bal", STUB_CODE="0")
-    assert code == 2, output  # the stand-in of torchrun writes no log to sum up
-    assert "github_bal-static.log has 0 iteration lines" in output
-    launches = cluster.launches()
-    assert len(launches) == 16
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    arms = []
-    for call in launches:
-        words = call["words"]
-        settings = parse_args(words[words.index("pretrain_gpt.py") + 1 :], 64)
-        if settings not in arms:
-            arms.append(settings)
-    assert [settings.planning.policy for settings in arms] == ["static", "dynamic"]
-    model = load_model("llama-2-13b")
-    for settings in arms:
-        planning = settings.planning
-        assert replace(model_shape(settings.model, model.vocab_size), source=model.source) == model
-        assert (settings.training.global_batch_size, settings.training.train_iters) == (2048, 10)
-        assert planning.seq_length == 131072
-        assert (planning.topology.pp_size, planning.static_cp_size) == (8, 8)
-        assert planning.recompute == "full"
-        assert planned_runtime.max_tokens_per_rank(planning, model, load_hardware("h100")) == 16384
-    run_dir = Path(cluster.environment["RUN_DIR"])
-    lengths = [int(line) for line in (run_dir / "github_bal.csv").read_text(encoding="utf-8").splitlines()]
-    assert len(lengths) == 20480
-    assert min(lengths) == 256
-    assert max(lengths) == 131072
 
 
 def test_means_leave_the_first_iteration_out() -> None:

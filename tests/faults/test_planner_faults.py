@@ -95,14 +95,6 @@ def test_a_planner_that_raises_in_the_warm_up_does_not_end_the_run(tmp_path, und
 
 
 @pytest.mark.nightly
-def test_a_planner_that_hangs_is_replaced_after_the_timeout(tmp_path, undisturbed):
-    sabotage = partial(faulty, fault="hang", iterations=(3,), folder=str(tmp_path))
-    ended = run_job(tmp_path, PLAN_LIMIT, sabotage=sabotage)
-    check_static(ended, undisturbed, {3}, f"no plan after 8 s ({PLAN_LIMIT})")
-    assert ended[0].output.count("a new one takes its place") == 1
-
-
-@pytest.mark.nightly
 def test_a_planner_process_that_is_stopped_is_replaced_after_the_timeout(tmp_path):
     """SIGSTOP to the real process in the middle of the run: the kernel, not our code, keeps it from answering."""
     words = command_line(WORDS, "--train-iters 400 --exit-interval 20", PLAN_LIMIT, "--stopped-process-timeout 0")

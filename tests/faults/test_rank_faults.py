@@ -400,18 +400,6 @@ def test_a_worker_that_dies_while_it_reads_ends_all_ranks(tmp_path):
     assert re.search(r"DataLoader worker|one of 2 ranks ended|rank 0 failed \(iteration", ended[0].output)
 
 
-@pytest.mark.nightly
-def test_a_worker_that_is_killed_ends_all_ranks(tmp_path):
-    with Job(tmp_path, command_line(WORDS, "--train-iters 500")) as job:
-        job.wait_for(0, r"iteration +3/")
-        job.workers(1)[0].kill()
-        killed_s = patience.now_s() - job.started_s
-        ended = job.wait(LIMIT_S)
-    assert all(end.code in (1, 2) for end in ended), ended
-    assert max(end.seconds for end in ended) - killed_s < NOTICED_S
-    assert "DataLoader worker" in ended[1].output
-
-
 def give_up_soon(_: int) -> None:
     checkpoint_files.WAIT_S = 0.5
 

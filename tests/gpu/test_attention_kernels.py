@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.attention_kernels import Bench
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, SharedQuestion
 from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
@@ -130,20 +129,6 @@ def test_ranges_are_served_beside_flash_without_waiting() -> None:
     attend()  # compiles
     with no_waiting():
         attend()
-
-
-def test_speed_beside_flash_and_flex_attention() -> None:
-    """Bounds are guesses, no figure is known yet: `python -m benchmarks.attention_kernels` prints what it is."""
-    flash = skip_unless_usable("flash", BF16, 128)
-    skip_unless_usable("triton", BF16, 128)
-    bench, texts = Bench(DEVICE, BF16, 16, 4, 128, 5), ["causal", "lambda:64,1024"]
-    causal, ranged, window = bench.masks(flash, 16384, texts)
-    flex = bench.flex(16384, texts)
-    assert [row["kernel"] for row in (causal, ranged, window)] == ["flash", "triton", "triton"]
-    for way in ("forward_s", "backward_s"):
-        assert ranged[way] <= 3 * causal[way], "against flash, the causal mask"
-        assert window[way] <= 0.3 * ranged[way], "a window is an eighth of the pairs"
-        assert window[way] <= 2 * flex[-1][way], "against FlexAttention, the same window"
 
 
 def test_sequences_of_one_token() -> None:

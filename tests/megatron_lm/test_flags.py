@@ -238,13 +238,6 @@ def test_a_worker_that_would_never_write_is_refused_on_cpu_ranks() -> None:
         flags.refuse_on_cpu(argparse.Namespace(use_persistent_ckpt_worker=True))
 
 
-@pytest.mark.parametrize(("given", "ours"), [("allgather", "all_gather"), ("a2a+p2p", "a2a+p2p"), ("auto", "auto")])
-def test_names_of_exchanges(given: str, ours: str) -> None:
-    args = parse("--dynamic-cp", "--cp-comm-type", given)
-    flags.refuse(args)
-    assert flags.exchange_of(args) == ours
-
-
 def test_every_feature_that_our_trainer_refuses_is_refused_here() -> None:
     assert all(feature in flags.REFUSED for feature in UNSUPPORTED)
     assert len({feature.flag for feature in flags.REFUSED}) >= len(UNSUPPORTED) + 10
@@ -427,11 +420,6 @@ def test_a_pattern_has_a_model_of_its_own() -> None:
     with pytest.raises(DynamicCPError, match="the checkpoint is of a model without --hybrid-layer-pattern"):
         hooks.gpt_to_hybrid_load(adaptor, None, ours, gpt, [])
     assert hooks.gpt_to_hybrid_load(adaptor, lambda *given: given, gpt, ours, []) == (gpt, ours, [])
-
-
-def test_a_way_to_share_layers_needs_some() -> None:
-    with pytest.raises(DynamicCPError, match="--dynamic-cp-state-exchange states is for layers that this model does"):
-        planned("--dynamic-cp-state-exchange", "states")
 
 
 def test_specs_of_layers_are_the_checkouts_own_without_dynamic_cp() -> None:

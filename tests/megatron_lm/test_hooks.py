@@ -502,12 +502,6 @@ def test_other_numbers_of_lanes_are_said(caplog: pytest.LogCaptureFixture, lanes
     assert state["torch_rng_state"] == "torch_rng_state of 0"
 
 
-def test_checkpoint_without_random_states() -> None:
-    checkpoint = {"model": 1}
-    choose_lane(checkpoint, 0, 2)
-    assert checkpoint == {"model": 1}
-
-
 BATCH = {name: name for name in ("tokens", "labels", "loss_mask", "position_ids", "packed_seq_params")}
 
 SIX_VALUES = """

@@ -1,13 +1,10 @@
 """A command line is read into settings that nobody changes; what cannot be, or cannot be together, one line refuses."""
 
-import ast
-import operator
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError, fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +14,9 @@ import torch
 from dynamic_cp import errors
 from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.models.table import flags_of
-from dynamic_cp.types import AUTO_CHUNK_TOKENS, CP_COMM_TYPES, StateDtypes
+from dynamic_cp.types import AUTO_CHUNK_TOKENS, CP_COMM_TYPES
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.flags.exclusions import NEEDS
-from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, check_supported
 from megatron.dynamic_cp.repairs import releases
@@ -29,7 +24,7 @@ from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import tokenizer
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import ALREADY_SO, build_parser, parse_args
-from megatron.trainer.flags.settings import TABLE, Settings
+from megatron.trainer.flags.settings import Settings
 from megatron.trainer.flags.validation import checked_settings
 from megatron.trainer.setup.planned_runtime import _hardware_name
 from megatron.trainer.setup.run import data_config
@@ -62,13 +57,6 @@ def test_auto_lets_the_planner_choose_among_all_exchanges():
     assert chosen == {"auto": CP_COMM_TYPES} | {exchange: (exchange,) for exchange in CP_COMM_TYPES}
     assert len(CP_COMM_TYPES) >= 2
     assert parse_args(command_line(""), 4).planning.options().cp_comm_types == CP_COMM_TYPES  # the default
-
-
-def test_search_effort_reaches_the_planner():
-    for effort in ("fast", "thorough"):
-        settings = parse_args(command_line(f"--dynamic-cp --dynamic-cp-search {effort}"), 4)
-        assert settings.planning.options().search == effort
-    assert parse_args(command_line("--dynamic-cp"), 4).planning.options().search == "fast"
 
 
 MODEL_IDENTITY = {
@@ -198,16 +186,6 @@ def settings_alone(parser, words):
     return checked_settings(args)
 
 
-def test_planning_ahead_is_the_default_and_can_be_switched_off():
-    settings = parse_args(command_line(), 4)
-    planning = settings.planning
-    assert (planning.lookahead, settings.data.num_workers, planning.verify) == (2, 1, "digest")
-    assert (planning.plan_timeout_s, planning.is_strict, planning.refine_every) == (300.0, False, 0)
-    settings = parse_args(command_line("--dynamic-cp-lookahead 0 --num-workers 0 --dynamic-cp-verify off"), 4)
-    planning = settings.planning
-    assert (planning.lookahead, settings.data.num_workers, planning.verify) == (0, 0, "off")
-
-
 def test_derived_values():
     settings = parse_args(command_line("--sequence-parallel", *ALREADY_SO), 4)
     assert not settings.planning.topology.sequence_parallel  # one tensor-parallel rank has nothing to split
@@ -225,26 +203,10 @@ def test_derived_values():
     assert parse_args(command_line("--static-cp-policy balanced"), 4).planning.policy == "balanced"
 
 
-def test_train_samples_are_whole_batches():
-    words = command_line("--train-samples 100")
-    index = words.index("--train-iters")
-    del words[index : index + 2]
-    training = parse_args(words, 4).training
-    assert (training.train_iters, training.train_samples, training.train_samples_left_out) == (8, 96, 4)
-    assert parse_args([*words, "--train-samples", "96"], 4).training.train_samples_left_out == 0
-    assert parse_args(command_line(), 4).training.train_samples_left_out == 0
-
-
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_padded_vocabulary_does_not_depend_on_tensor_parallelism(tp_size):
     assert derive.padded_vocab_size(257, 128, tp_size) == 384
     assert derive.padded_vocab_size(257, 1, tp_size) % tp_size == 0
-
-
-def test_flags_have_names():
-    actions = build_parser()._actions
-    assert len(actions) > 100
-    assert all(action.option_strings for action in actions)
 
 
 def test_parsing_needs_no_torch():
@@ -272,64 +234,6 @@ def test_kernels_of_the_layers_are_priced(device: str, impl: str, asked: str | N
     assert 1.4 < rates[1] / rates[0] < 1.8
 
 
-MEGATRON = Path(__file__).parents[2] / "megatron"
-SEES_PARSED_ARGUMENTS = {
-    "trainer/flags/validation.py": "makes settings of them",
-    "trainer/checkpoints/interchange.py": "Megatron-LM's checkpoints hold its arguments",
-    "integrations/weights/described.py": "the same",
-    "integrations/lm_adaptor/counts.py": "Megatron-LM's own arguments",
-    "integrations/lm_adaptor/flags.py": "Megatron-LM's own arguments",
-    "integrations/lm_adaptor/hooks.py": "Megatron-LM's own arguments",
-    "integrations/lm_adaptor/scheduler.py": "Megatron-LM's own arguments",
-    "integrations/lm_adaptor/session.py": "Megatron-LM's own arguments",
-    "integrations/lm_adaptor/varlen.py": "Megatron-LM's own arguments",
-}
-KEPT_IN_PLANNING = {
-    "seq_length": "seq_length", "expert_model_parallel_size": "topology", "tensor_model_parallel_size": "topology",
-    "pipeline_model_parallel_size": "topology", "sequence_parallel": "topology",
-    "use_distributed_optimizer": "data_parallel", "overlap_grad_reduce": "data_parallel",
-    "overlap_param_gather": "data_parallel", **{field.name: "data_parallel" for field in fields(StateDtypes)},
-    "distributed_timeout_minutes": "exchange_timeout_s", "recompute_granularity": "recompute",
-    "recompute_modules": "recompute_modules",
-}  # fmt: skip
-ONLY_DECIDE = {
-    "group_query_attention", "recompute_activations", "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank", "lr_warmup_fraction", "lr_warmup_iters", "lr_decay_iters",
-    "lr_wsd_decay_iters", "micro_batch_size", "ckpt_format", "moe_token_dispatcher_type",
-}  # fmt: skip
-"""Flags that only decide what others become, that have one value, or that are accepted without effect."""
-
-
-def groups(settings: Settings) -> list[object]:
-    return [value for field in fields(settings) if is_dataclass(value := getattr(settings, field.name))]
-
-
-def test_settings_cannot_change() -> None:
-    settings = parse_args(command_line(), 4)
-    assert len(groups(settings)) == 9
-    for group in (settings, *groups(settings)):
-        for field in fields(group):  # type: ignore[arg-type]
-            with pytest.raises(FrozenInstanceError):
-                setattr(group, field.name, None)
-    with pytest.raises(TypeError):
-        operator.setitem(settings.arguments, "lr", 1.0)  # type: ignore[arg-type]
-
-
-def test_every_flag_is_a_setting_once() -> None:
-    rows = [(settings, row) for settings in TABLE for row in flags_of(settings)]
-    destinations = [row.destination for _, row in rows]
-    assert len(rows) > 150
-    assert len(destinations) == len(set(destinations))
-    assert set(destinations) == {action.dest for action in build_parser()._actions if action.help != "==SUPPRESS=="} - {
-        "help"
-    }
-    kept = {settings: {field.name for field in fields(settings)} for settings in TABLE}
-    parsed_only = {row.destination for settings, row in rows if row.field not in kept[settings]}
-    assert parsed_only == ONLY_DECIDE | set(KEPT_IN_PLANNING)
-    assert set(KEPT_IN_PLANNING.values()) <= kept[PlanningSettings]
-    assert {type(group) for group in groups(parse_args(command_line(), 4))} == set(TABLE)
-
-
 def test_what_is_written_down_of_a_run_has_every_flag_completed() -> None:
     words = "--dynamic-cp --cp-comm-type a2a --recompute-activations --lr-warmup-fraction 0.25 --split 90,10,0"
     words += " --loss-chunk-tokens auto"
@@ -345,17 +249,6 @@ def test_what_is_written_down_of_a_run_has_every_flag_completed() -> None:
     assert {name: arguments[name] for name in completed} == completed
     auto = parse_args(command_line("--dynamic-cp --max-seqlen-per-dp-cp-rank auto"), 4)
     assert (auto.planning.max_tokens_per_rank, auto.arguments["max_seqlen_per_dp_cp_rank"]) == (None, "auto")
-
-
-def test_only_the_command_line_sees_parsed_arguments() -> None:
-    seen = set()
-    for path in sorted(MEGATRON.rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        names |= {node.id for node in nodes if isinstance(node, ast.Name)}
-        if "Namespace" in names:
-            seen.add(path.relative_to(MEGATRON).as_posix())
-    assert seen == set(SEES_PARSED_ARGUMENTS)
 
 
 ROWS = Path(__file__).with_name("refused_flags.txt")

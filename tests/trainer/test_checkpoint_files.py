@@ -46,14 +46,6 @@ def test_round_trip(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["iter_0000010", "iter_0000020", files.TRACKER]
 
 
-def test_saving_an_iteration_again_replaces_it(tmp_path):
-    _write(tmp_path, 10)
-    _write(tmp_path, 10, big=b"shorter")
-    folder = files.latest(str(tmp_path))
-    assert (folder / "weights.distcp").read_bytes() == b"shorter"
-    verified(folder)
-
-
 class _CrashError(RuntimeError):
     pass
 
@@ -184,26 +176,6 @@ def test_any_flipped_bit_is_refused_by_the_name_of_its_file(tmp_path):
         path.write_bytes(whole)
     assert num_refused > 500
     assert verified(folder) == {"iteration": 10}
-
-
-def test_ranks_divide_the_files_among_themselves(tmp_path):
-    partial = files.begin(str(tmp_path), 10)
-    for number in range(7):
-        (partial / f"__{number}_0.distcp").write_bytes(bytes(100 + number))
-    folder = files.commit(partial, 10, {})
-    content = manifest.read_manifest(folder)
-    shares = [manifest.verify_files(folder, content, share=share, num_shares=3) for share in range(3)]
-    assert sum(shares) == sum(range(100, 107))
-    assert max(shares) <= 3 * 106
-    (folder / "__0_0.distcp").write_bytes(bytes(99) + b"1")
-    refused = []
-    for share in range(3):
-        try:
-            manifest.verify_files(folder, content, share=share, num_shares=3)
-        except CheckpointError as error:
-            refused.append(str(error))
-    assert len(refused) == 1
-    assert "__0_0.distcp" in refused[0]
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [1, 5, 3], [1 << 20, 7, (9 << 20) + 1, 1]])

@@ -111,17 +111,6 @@ def test_an_epoch_has_the_tokens_that_the_policy_leaves(tmp_path, kind):
         assert len(set(read)) == num_samples, "each of them once"
 
 
-def test_a_document_is_the_same_from_every_kind_of_file(tmp_path):
-    def read(path):
-        stream = stream_of(path)
-        values = (stream.read(sample.sample_id) for sample in stream.global_batch(0, stream.num_samples))
-        return [(one.tokens.tolist(), one.labels.tolist(), one.loss_mask.tolist()) for one in values]
-
-    epochs = {kind: read(write(tmp_path / kind)) for kind, write in WRITERS.items()}
-    assert epochs["jsonl"] == epochs["indexed"] == epochs["text"]
-    assert read(text_folder(tmp_path / "other", seed=1)) != epochs["text"]
-
-
 def fingerprint(*entries, **changes):
     return stream_of(*entries, **changes).fingerprint()
 
@@ -153,24 +142,6 @@ def test_another_end_of_document_is_another_stream(tmp_path, overlong):
     if overlong == "truncate":  # also where no sample reaches an end
         cut = null | {"seq_length": 1, "split": "40,60,0"}
         assert len({fingerprint(prefix, **cut, eod_id=end) for end in ends}) == len(ends)
-
-
-def test_the_fingerprint_of_a_large_corpus_is_quick(tmp_path):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    (folder / "one.txt").write_bytes(bytes(range(256)) * 40_000)  # ten million tokens in one document
-    for number in range(300):
-        (folder / f"{number:03}.txt").write_bytes(b"x" * number)
-    config = DataConfig(seq_length=4096, split="1,0,0", data_path=(str(folder),))
-
-    def computed_s() -> float:
-        """Not how long it waits, and the least of some: whoever shares a core slows its computing, too."""
-        stream = build_splits(config).train
-        started_s = time.process_time()
-        stream.fingerprint()
-        return time.process_time() - started_s
-
-    assert min(computed_s() for _ in range(3)) < 0.05
 
 
 LINES = b'{"text": "one"}\n\n{"text": "three"}\n'

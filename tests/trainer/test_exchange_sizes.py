@@ -9,7 +9,7 @@ from dynamic_cp.mechanisms.registry import MECHANISMS, chosen_inner_sizes
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import CP_COMM_TYPES, Attention, Problem
+from dynamic_cp.types import Attention, Problem
 from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.dynamic_cp.groups.process_groups import lane_blocks, two_level_blocks
 from megatron.trainer.flags.arguments import parse_args
@@ -97,8 +97,3 @@ def test_rings_go_around_inner_groups_smaller_than_the_largest(num_lanes, ranks_
     sharing = Sharing.of(model, topology, settings.planning.options())
     assert sharing.ring_sizes == (num_lanes // 2,)
     assert MECHANISMS["a2a+p2p"].inner_sizes(num_lanes, sharing) == (num_lanes // 2,)
-
-
-def test_every_exchange_is_a_choice(monkeypatch):
-    for exchange in CP_COMM_TYPES:
-        assert parsed(f"--cp-comm-type {exchange}", 8, 4, monkeypatch).planning.cp_comm_type == exchange

@@ -1,4 +1,4 @@
-"""The real command under torchrun: wrong input, a killed rank, signals."""
+"""The real command under torchrun: wrong input, signals."""
 
 import os
 import re
@@ -12,11 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.trainer.checkpoints import checkpoint_files
-from megatron.trainer.data import mock
-from tests import patience
 from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import NO_COMPILE, command_line
-from tests.trainer.training_ranks import train
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = (
@@ -25,13 +22,8 @@ LAUNCHER = (
 UNNAMED = ("unshare", "--uts", "--map-root-user", "sh", "-c", 'hostname nowhere.invalid && exec "$@"', "sh")
 """Before a command: nothing resolves the name of its host, as in many containers."""
 DYNAMIC = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --num-layers 2 --lr-decay-iters 1000"
-ALL_DOCUMENTS = mock.NUM_DOCUMENTS
 # With two cores shared among jobs, importing torch on two ranks may take most of it.
 ERROR_LIMIT_S = 60.0
-# torchrun kills the others 30 s after SIGTERM. They must not need that: gloo notices the closed connection at once, and
-# a rank that waits for rank 0's word gives up after exits.GIVE_UP_S.
-KILLED_LIMIT_S = 25.0
-KILLED_BY_TORCHRUN = "forcefully exiting via"
 SIGNALLED_LIMIT_S = 45.0
 
 
@@ -78,10 +70,6 @@ def _read_until(job: subprocess.Popen, pattern: str) -> list[str]:
     pytest.fail("ended before " + pattern + ":\n" + "".join(lines))
 
 
-def _losses(output: str) -> dict[int, str]:
-    return dict(re.findall(r"iteration +(\d+)/.*? lm loss: (\S+) ", output))
-
-
 @pytest.mark.by_day("--tensor-model-parallel-size 4")
 @pytest.mark.parametrize(
     ("words", "part"),
@@ -99,57 +87,6 @@ def test_wrong_input_ends_the_job_with_one_message(words, part):
     assert part in said[0]
     assert "ended with exit code 2 of " in output or "exitcode  : 2" in output  # without the entry points of setup.py
     assert " failed:" not in output.partition(said[0])[0]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param("", id="dense"),
-        pytest.param(
-            "--num-experts 4 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0.1 --expert-model-parallel-size 2",
-            id="experts",
-            marks=pytest.mark.nightly,
-        ),
-    ],
-)
-def test_a_killed_rank_ends_the_job_which_resumes_from_its_checkpoint(model, tmp_path, capfd, monkeypatch):
-    """Rank 0, without which nobody hears the others; of rank 1: tests/faults/test_kills.py."""
-    monkeypatch.setattr(mock, "NUM_DOCUMENTS", ALL_DOCUMENTS)  # as the job under torchrun, which is no fork
-    words = f"{DYNAMIC} {model} --save {tmp_path} --load {tmp_path} --save-interval 2"
-    job = _start(words, "--train-iters 500")
-    before = _read_until(job, r"saved .*iter_0000004")
-    killed = patience.now_s()
-    os.kill(_workers(job)[0], signal.SIGKILL)
-    rest = _finish(job, 60)
-    assert patience.now_s() - killed < KILLED_LIMIT_S
-    assert KILLED_BY_TORCHRUN not in rest
-    assert job.returncode != 0
-    known = _losses("".join(before) + rest)
-
-    last = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
-    assert 4 <= last < 500
-    capfd.readouterr()
-    assert sorted(train(2, words, f"--train-iters {last + 2}")) == [last + 1, last + 2]
-    resumed = _losses(capfd.readouterr().out)
-    assert sorted(map(int, resumed)) == [last + 1, last + 2]
-    # Iterations that were computed before the kill come out the same.
-    assert all(known.get(iteration, loss) == loss for iteration, loss in resumed.items())
-    assert not list(tmp_path.glob("*.partial"))
-
-
-@pytest.mark.nightly
-def test_a_signal_to_one_rank_saves_and_ends_all_with_exit_code_0(tmp_path):
-    """SIGUSR1 to forked ranks: test_training.py."""
-    job = _start(f"{DYNAMIC} --save {tmp_path} --train-iters 500")
-    before = _read_until(job, r"iteration +2/")
-    os.kill(_workers(job)[1], signal.SIGTERM)
-    output = _finish(job, SIGNALLED_LIMIT_S)
-    assert job.returncode == 0, output
-    last = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
-    assert 2 <= last < 500
-    assert f"leaving after iteration {last}" in output
-    assert max(map(int, _losses("".join(before) + output))) == last
 
 
 @pytest.mark.nightly

@@ -118,17 +118,6 @@ def test_an_entry_that_transformers_reads_and_no_layer_here_has_is_refused(entry
     assert why.endswith(": not known here")
 
 
-def test_kimi_k2_has_the_layers_of_deepseek_v3():
-    shapes, architectures = [], []
-    for model_type in ("kimi_k2", "deepseek_v3"):
-        values = CONFIGS["of kimi and deepseek"] | {"model_type": model_type}
-        shapes.append(dataclasses.replace(hugging_face.model_shape("it", values), source=""))
-        architectures.append(hugging_face.architecture("it", values))
-    assert shapes[0] == shapes[1]
-    assert architectures[0] == architectures[1]
-    assert architectures[0].not_trained == ()
-
-
 BAD = ("x", -1, 0, 1.5, [], ["full_attention"], [None], {}, {"a": 1}, True, None, float("nan"), float("inf"), 10**30)
 
 

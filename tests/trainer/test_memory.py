@@ -53,15 +53,6 @@ def test_auto_is_the_largest_limit_that_is_not_refused():
         limit_of(f"--dynamic-cp --max-seqlen-per-dp-cp-rank {limit + 2}", 6e6)
 
 
-def test_auto_grows_with_memory_and_sharding():
-    small, large = limit_of(AUTO, 6e6), limit_of(AUTO, 8e6)
-    sharded = limit_of(f"{AUTO} --use-distributed-optimizer", 6e6)
-    recomputed = limit_of(f"{AUTO} --recompute-granularity full", 6e6)
-    assert small < min(large, sharded, recomputed)
-    some = limit_of(f"{AUTO} --recompute-granularity full --recompute-method block --recompute-num-layers 2", 6e6)
-    assert small < some < recomputed
-
-
 def test_without_dynamic_cp_only_the_static_groups_count():
     for cp_size in (1, 4):
         extra = f"--context-parallel-size {cp_size} --max-seqlen-per-dp-cp-rank auto"

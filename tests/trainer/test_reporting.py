@@ -9,7 +9,6 @@ import pytest
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.serialize import plan_from_dict
 from dynamic_cp.types import Bucket
-from megatron.dynamic_cp import measuring
 from megatron.trainer.flags import validation
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.reporting.profiling import trace_path
@@ -101,18 +100,6 @@ def test_nvtx_ranges_on_a_cpu_are_refused():
     assert "add --use-pytorch-profiler" in ended.stderr
 
 
-def test_a_span_that_is_off_formats_nothing():
-    class Unprintable:
-        def __str__(self) -> str:
-            raise AssertionError("formatted")
-
-    measuring.record_with(None)
-    with measuring.span("%s", Unprintable()), measuring.bucket_span("forward", Unprintable()):
-        pass
-    with pytest.raises(ValueError, match="passed on"), measuring.span("raises"):
-        raise ValueError("passed on")
-
-
 PACKAGE = """
 import json, os
 
@@ -197,8 +184,3 @@ def test_wandb_flags_that_lack_something_are_refused(request, monkeypatch, words
         request.getfixturevalue("told")
     with pytest.raises(InvalidInputError, match=said):
         parse_args(command_line(DYNAMIC, "--wandb-project proj", words), 4)
-
-
-def test_the_files_go_below_save_by_default(told):
-    settings = parse_args(command_line(DYNAMIC, "--wandb-project proj --wandb-exp-name exp --save there"), 4)
-    assert settings.logging.wandb_save_dir == "there/wandb"

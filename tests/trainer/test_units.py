@@ -4,17 +4,13 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError
-from dynamic_cp.pricing.edges import ddp_bucket_size
 from megatron.dynamic_cp.agreement import verify
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, for_chunk
 from megatron.trainer.ending import exits
@@ -23,9 +19,7 @@ from megatron.trainer.loop import training
 from megatron.trainer.reporting.log import Interval, RunSummary, StepRecord, iteration_line, validation_line
 from megatron.trainer.setup.initialize import check_device_queues, choose_backend, choose_precision, device_of
 from megatron.trainer.setup.model import build_scheduler
-from tests.trainer.commandline import NO_COMPILE, command_line
-
-ROOT = Path(__file__).parents[2]
+from tests.trainer.commandline import command_line
 
 
 def _learning_rates(global_batch_size: int, *flags: str) -> dict[int, float]:
@@ -146,12 +140,6 @@ def test_float32_is_not_tf32():
         matmul.allow_tf32 = before
 
 
-def test_bucket_size_does_not_follow_the_lanes_of_a_static_group():
-    assert ddp_bucket_size(16, 1) == 40_000_000
-    assert ddp_bucket_size(128, 1) == 128_000_000
-    assert ddp_bucket_size(128, 4) == 40_000_000
-
-
 def _raise(error: BaseException):
     raise error
 
@@ -183,65 +171,6 @@ def test_what_torchrun_prints_ends_with_the_error(tmp_path, monkeypatch, error):
     *_, said, border = str(ChildFailedError("pretrain_gpt.py", {0: failure})).splitlines()
     assert set(border) == {"="}
     assert said.endswith({1: "rank 0 failed: RuntimeError('boom')", 2: "error: two words"}[code])
-
-
-FAILING = """
-import contextlib, os, signal, sys, threading, time
-import torch.distributed as dist
-from dynamic_cp.errors import DynamicCPError
-from megatron.trainer.ending import exits
-from megatron.trainer.ending.failures import explained
-
-GLOO = "[gloo/tcp/pair.cc:537] Read error [127.0.0.1]:1684: Connection reset by peer. This is typically caused by"
-
-def run(when):
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
-    if when == "training":
-        os.kill(os.getpid(), signal.SIGTERM)
-    with contextlib.ExitStack() as stack:
-        stack.callback(lambda: [os.kill(os.getpid(), signal.SIGTERM), time.sleep(60 if when == "for ever" else 0.1)])
-        with explained(10), exits.exit_signals(), exits.closing(Packer()):
-            raise RuntimeError(GLOO) if "gloo" in when else DynamicCPError("rank 1 is gone")
-
-class Packer:
-    def close(self):
-        if "packing" in when:
-            if when == "packing, launched":
-                os.kill(os.getpid(), signal.SIGTERM)
-            threading.Event().wait(60)
-
-when = sys.argv[1]
-exits.TIME_TO_SPEAK_S = 1
-exits.CLOSE_S, exits.CLOSE_ONCE_ASKED_S = 2, 0.5
-if when == "packing, launched":
-    exits.CLOSE_S = 60
-exits.leave(exits.exit_code_of(lambda: run(sys.argv[1])))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("when", "code", "said"),
-    [
-        ("closing", 2, "error: rank 1 is gone\n"),
-        ("for ever", -signal.SIGALRM, ""),
-        ("training", -signal.SIGTERM, ""),
-        ("packing", 2, "error: rank 1 is gone; then Packer did not close within 2 s\n"),
-        ("packing, launched", 2, "error: rank 1 is gone; then Packer did not close within 0.5 s\n"),
-        (
-            "packing, gloo",
-            2,
-            "error: starting up: rank 0: Read error [127.0.0.1]:1684: Connection reset by peer; another rank has "
-            "probably ended, see the logs of all; if one was only slow, raise --distributed-timeout-minutes, which is "
-            "10; resume from the last checkpoint; then Packer did not close within 2 s\n",
-        ),
-    ],
-)
-def test_a_launcher_that_ends_a_failing_rank_lets_it_say_why(tmp_path, when, code, said):
-    """torchrun's SIGTERM comes while the others close; by day tests/faults tries one such end."""
-    words = [sys.executable, "-W", "ignore", "-c", FAILING, when, str(tmp_path / "store")]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, env=os.environ | NO_COMPILE)
-    assert (ended.returncode, ended.stderr) == (code, said)
 
 
 @pytest.mark.parametrize("number", exits.EXIT_SIGNALS)
@@ -316,10 +245,6 @@ SUMMED = {
     "num_tokens": 900, "planner_s": 0.01, "wait_s": 0.005, "cp_histogram": {1: 3, 2: 1}, "padding_fraction": 0.1,
     "exchanged_bytes": 500_000,
 }  # fmt: skip
-
-
-def test_nothing_to_say_without_iterations():
-    assert RunSummary().describe() == ""
 
 
 def test_the_first_iteration_counts_but_is_not_timed():
