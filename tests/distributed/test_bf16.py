@@ -86,18 +86,6 @@ def test_bf16_step_is_close_to_fp32(line: str, reference_of: Any) -> None:
     assert_gradients_are_close(steps)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("line", LINES[:2])
-def test_gradients_in_bf16_are_close_to_fp32(line: str, reference_of: Any) -> None:
-    """What adding up and reducing in bf16 costs is of the size of what computing in it does."""
-    case = case_of(reference_of, layout_of(line))
-    world_size = case.layout.topology.world_size
-    in_fp32, in_bf16 = (run_ranks(world_size, run_bf16_step, case, one) for one in (True, False))
-    assert [step.loss_sum for step in in_bf16] == [step.loss_sum for step in in_fp32]
-    assert_gradients_are_close(in_bf16)
-    assert median_error(in_fp32) < median_error(in_bf16) < 2 * median_error(in_fp32)
-
-
 Dtypes = set[torch.dtype]
 
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from dynamic_cp.errors import DisagreementError
 from dynamic_cp.learning.observations import Observation
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Bucket, MicroBatch, Plan
@@ -228,39 +227,6 @@ def come_late(layout: Layout, plan: Plan) -> tuple[list[Observation], list[Obser
     return own, times.gather()
 
 
-def gather_unequal(layout: Layout, plan: Plan) -> tuple[str, int, int]:
-    trainee = Trainee(layout)
-    packed = trainee.pack(plan, SAMPLES)
-    times = build_times(trainee, keep_steps=2)
-    nothing = times.gather()
-    for _ in range(3):
-        trainee.run(packed, forward_step_func=times.forward_step)
-        times.end_step()
-    kept = times.gather(), times.gather(max_observations=3)
-    trainee.run(packed, forward_step_func=times.forward_step)
-    if trainee.groups.lane == 0:
-        times.end_step()
-    with pytest.raises(DisagreementError) as caught:
-        times.gather()
-    assert nothing == kept[1] == []
-    times = build_times(trainee)
-    for _ in range(2):
-        trainee.run(packed, forward_step_func=times.forward_step)
-        times.end_step()
-    return str(caught.value), len(kept[0]), len(times.gather(max_observations=3))
-
-
-@pytest.mark.nightly
-def test_only_the_latest_steps_are_kept_and_ranks_must_agree() -> None:
-    layout = Layout(2)
-    plan = mixed_plan(SAMPLES, layout)
-    (first, num_kept, num_selected), (second, *_) = run_ranks(2, gather_unequal, layout, plan, timeout_s=60)
-    assert first == second
-    assert "ranks timed 0 to 4 micro-batches" in first
-    assert num_kept == 2 * len(list(plan.buckets))
-    assert num_selected == 3
-
-
 def test_least_ignores_passes_that_did_not_end() -> None:
     def row(micro_batch: int, forward_s: float, backward_s: float) -> list[float]:
         return [0, micro_batch, 0, 0, 0, 2, 0, 1, 64, 4096, 0, forward_s, backward_s]
@@ -303,31 +269,6 @@ def test_events_are_waited_for_after_the_step_only(monkeypatch: pytest.MonkeyPat
     seconds = [seconds for one in observations for seconds in (one.forward_s, one.backward_s)]
     assert len(seconds) == 6
     assert 0 < min(seconds) <= sum(seconds) < duration_s
-
-
-def test_overhead_is_small() -> None:
-    """CPU seconds per micro-batch of a model that does nothing; real ones take some 10 ms at least."""
-    ((with_times, without),) = run_ranks(1, empty_passes, timeout_s=60)
-    assert 0 < with_times - without < 500e-6
-
-
-def empty_passes() -> tuple[float, float]:
-    """Return the least CPU seconds of a micro-batch with and without times."""
-
-    times, step = trivial_step("cpu")
-
-    def seconds(forward_step: Callable[..., Any]) -> float:
-        started = time.process_time()
-        for _ in range(100):
-            step(forward_step)
-        times.end_step()
-        return (time.process_time() - started) / 100
-
-    # The times wrap a forward step that is the same as the other.
-    with_times, without = (
-        min(seconds(forward_step) for _ in range(3)) for forward_step in (times.forward_step, times._forward_step)
-    )
-    return with_times, without
 
 
 def trivial_step(device: str) -> tuple[BucketTimes, Callable[[Callable[..., Any]], None]]:

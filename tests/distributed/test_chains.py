@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,18 +23,18 @@ import torch.distributed as dist
 
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
 from dynamic_cp.pool import layer_steps
-from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass, Rounds
-from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError, LaneMessages
+from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, Rounds
+from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 from megatron.dynamic_cp.attention.placed_packs import PlacedPacks
 from megatron.dynamic_cp.pool import layer_pass
-from megatron.dynamic_cp.pool.layer_pass import LayerPass, mirrored, tag_of
+from megatron.dynamic_cp.pool.layer_pass import mirrored, tag_of
 from megatron.dynamic_cp.pool.nano_batches import NanoBatchedLayer
 from tests.distributed.faults import around
 from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.layouts import FULL_RECOMPUTE
-from tests.distributed.parity import Case, Comparison, Layout, assert_equal_to_reference, case_of
+from tests.distributed.parity import Case, Layout, case_of
 from tests.distributed.test_nano_batches import lanes_of, run_in_nano_batches
-from tests.distributed.test_ticks import assert_bytes_are_those_of_the_plan, planned_step
+from tests.distributed.test_ticks import planned_step
 
 CPU = torch.device("cpu")
 NODES_OF_TWO = Layout(2, pp=2, ranks_per_node=2, config=FULL_RECOMPUTE)
@@ -132,85 +131,6 @@ def test_rounds_under_way_at_once_have_tags_of_their_own(repeats: Any) -> None:
 
 def is_in_chain() -> bool:
     return threading.current_thread().name == "chains of transfers"
-
-
-@contextlib.contextmanager
-def watched(wait_s: float, attend_s: float) -> Iterator[dict[str, list[tuple[float, float]]]]:
-    """Yield when chains waited, when tiles were computed, and when what was handed on was begun and was needed."""
-    times: dict[str, list[tuple[float, float]]] = {"waits": [], "attends": [], "handed on": []}
-    handed_on: dict[tuple[int, int], float] = {}
-
-    @around(LaneMessages, "wait")
-    def slow_wait(wait: Any, self: LaneMessages) -> Any:
-        if not is_in_chain():
-            return wait(self)
-        began = time.monotonic()
-        time.sleep(wait_s)
-        try:
-            return wait(self)
-        finally:
-            times["waits"].append((began, time.monotonic()))
-
-    def slow_attend(attend: Any, self: Any, pack: Any) -> None:
-        assert not is_in_chain()
-        began = time.monotonic()
-        attend(self, pack)
-        time.sleep(attend_s)
-        times["attends"].append((began, time.monotonic()))
-
-    @around(Rounds, "begin")
-    def noting_begin(begin: Any, self: Rounds, which: int, division: int) -> None:
-        begin(self, which, division)
-        if which == INSIDE and is_in_chain():
-            handed_on[id(self), division] = time.monotonic()
-
-    @around(LayerPass, "_finish")
-    def noting_finish(finish: Any, self: LayerPass, first: int, slot: int) -> None:
-        needed = time.monotonic()
-        finish(self, first, slot)
-        if first == ACROSS and (id(self._rounds), slot) in handed_on:
-            times["handed on"].append((handed_on.pop((id(self._rounds), slot)), needed))
-
-    forward, backward = (around(kind, "attend")(slow_attend) for kind in (ForwardPass, BackwardPass))
-    with slow_wait(), forward(), backward(), noting_begin(), noting_finish():
-        yield times
-
-
-def run_slowly(case: Case, delays_s: tuple[float, float]) -> tuple[Comparison, Counter[str]]:
-    """Return what a rank found where chains wait longer, or those who compute take longer; and what overlapped."""
-    with watched(*delays_s) as times:
-        found = run_in_nano_batches(case)
-    seen = Counter(chains=len(times["waits"]), attends=len(times["attends"]))
-    for began, ended in times["waits"]:
-        seen["computed meanwhile"] += any(began < first and last < ended for first, last in times["attends"])
-    seen["handed on"] = len(times["handed on"])
-    seen["handed on in time"] = sum(begun < needed for begun, needed in times["handed on"])
-    return found, seen
-
-
-@pytest.mark.nightly
-def test_slow_transfers_change_when_and_not_what_is_added(reference_of: Any) -> None:
-    """Losses, gradients and bytes are the same to the bit, whoever is the slower one."""
-    case = case_of(reference_of, NODES_OF_TWO, planned_step)
-    slow_chains, slow_attends = (run_ranks(4, run_slowly, case, delays, timeout_s=90) for delays in SLOW)
-    for ranks in (slow_chains, slow_attends):
-        found = [comparison for comparison, _ in ranks]
-        assert_equal_to_reference(found, case.layout, case.expected)
-        assert_bytes_are_those_of_the_plan(found, case)
-    for (one, slowly), (other, seen) in zip(slow_chains, slow_attends, strict=True):
-        assert one == other
-        assert one.gradient_errors
-        assert slowly["chains"] == seen["chains"]
-    chained = [
-        (slowly, seen) for (_, slowly), (_, seen) in zip(slow_chains, slow_attends, strict=True) if seen["chains"]
-    ]
-    assert len(chained) > 1
-    assert sum(slowly["computed meanwhile"] for slowly, _ in chained) > 5
-    assert sum(seen["handed on in time"] for _, seen in chained) > 5
-
-
-SLOW = (0.02, 0.0), (0.0, 0.01)
-"""Seconds by which chains wait longer, and by which tiles take longer."""
 
 
 def run_losing(case: Case, which: int) -> tuple[str, bool]:

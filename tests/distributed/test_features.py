@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
@@ -17,7 +16,7 @@ from megatron.dynamic_cp.attention.mechanisms.ring import LatentRing, LatentWidt
 from megatron.dynamic_cp.attention.thd import attention_from_latents, executor_of
 from megatron.dynamic_cp.data import micro_batches
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.flags.attention import concentration, set_sinks, windows_of
+from megatron.dynamic_cp.flags.attention import set_sinks, windows_of
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, FutureColumns, shard_positions
@@ -59,25 +58,6 @@ def test_what_was_not_checked_together_is_refused(variant: ModelVariant, overrid
     check_supported(transformer_config(variant))
     with pytest.raises((InvalidInputError, UnsupportedFeatureError), match=said):
         check_supported(transformer_config(variant, **overrides))
-
-
-SCALES: list[tuple[float | None, float | None]] = [(1.0, 0.0), (1.0, 1.0), (0.707, 0.3), (None, 1.0), (1.0, None)]
-STRETCHES = [(stretch, *scales) for stretch in (0.5, 1.0, 2.0, 40.0) for scales in SCALES]
-
-
-def concentrations_of_megatron_core() -> list[float]:
-    tables = (
-        YarnRotaryEmbedding(16, scaling_factor=stretch, mscale=own, mscale_all_dim=of_all, use_cpu_initialization=True)
-        for stretch, own, of_all in STRETCHES
-    )
-    return [table.get_emb(4)[1] for table in tables]
-
-
-def test_the_concentration_is_that_of_megatron_core() -> None:
-    names = "yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"
-    ours = [concentration(SimpleNamespace(**dict(zip(names, values, strict=True)))) for values in STRETCHES]
-    assert ours == pytest.approx(run_ranks(1, concentrations_of_megatron_core)[0], rel=1e-12)
-    assert concentration(SimpleNamespace()) == 1.0
 
 
 OF_ENGINE: dict[str, Any] = {

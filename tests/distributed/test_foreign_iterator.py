@@ -97,16 +97,6 @@ def test_every_token_comes_out_once(name: str) -> None:
         assert cp_sizes >= {1, 2}, "the plans do not mix CP sizes"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["dp4", "pp2_vpp2"])
-def test_packs_are_split_into_their_samples(name: str) -> None:
-    layout = LAYOUTS[name]
-    data = all_data(layout, 12, packed=True, flavours=(0, 1, 2, 3))
-    assert max(len(item) for lane in data for item in lane) > 1
-    ranks = run_ranks(layout.topology.world_size, run_foreign, layout, data, 3 * layout.lanes, {"verify": "full"})
-    assert check_ranks(layout, ranks, data, 3 * layout.lanes, 4) > 1000
-
-
 def test_masks_come_with_their_samples() -> None:
     """In packs of mixed CP sizes, on a stage that reads tokens and on one that reads labels."""
     layout = Layout(2, pp=2, exchange="a2a")
@@ -278,24 +268,6 @@ def test_gradients_equal_single_process(name: str, reference_of: Any) -> None:
     assert total[1] == expected["num_tokens"] == sum(sample.seqlen for sample in samples) > 2000
     wanted_loss = sum(losses.sum() for losses in expected["losses"].values())
     assert abs(total[0] / wanted_loss - 1).item() <= TOLERANCE
-
-
-def held_in_flight(layout: Layout, data: list[LaneData]) -> tuple[bool, int]:
-    """Return (this rank draws, samples that it keeps of the batches in flight)."""
-    wrapper, _, _ = make_wrapper(layout, data, 4, lookahead=2)
-    next(wrapper)
-    assert len(wrapper._in_flight) == 2
-    return wrapper._drawer.draws, sum(len(batch.samples) + len(batch.lengths) for batch in wrapper._in_flight)
-
-
-@pytest.mark.by_day("layout2")
-@pytest.mark.parametrize(
-    ("layout", "drawing"), [(LAYOUTS["tp2"], {0, 2}), (Layout(1, pp=4), {0, 3}), (Layout(1, tp=2, pp=2), {0, 2})]
-)
-def test_only_tp_rank_0_of_stages_that_read_holds_samples(layout: Layout, drawing: set[int]) -> None:
-    ranks = run_ranks(4, held_in_flight, layout, all_data(layout, 12, flavours=(1,)))
-    assert {rank for rank, (draws, _) in enumerate(ranks) if draws} == drawing
-    assert all((held > 0) == draws for draws, held in ranks)
 
 
 PROBLEM = replace(

@@ -19,12 +19,10 @@ from torch.nn.functional import silu, softplus
 from megatron.dynamic_cp.model.linear_layers import DynamicCPGatedDelta, DynamicCPMamba
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.trainer.checkpoints.saving import expect_results
-from tests.distributed import parity, reference, token_by_token
-from tests.distributed.faults import around
+from tests.distributed import reference, token_by_token
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.layouts import layout_of
 from tests.distributed.linear_reference import mamba2, sizes_of
-from tests.distributed.parity import TOLERANCE, Layout, build_chunks, case_of
+from tests.distributed.parity import Layout, build_chunks
 from tests.distributed.reference import VARIANTS
 
 SEQLENS = 5, 130, 1, 40
@@ -206,27 +204,6 @@ def test_checkpoints_go_to_and_from_megatron_cores_layers(kind: str, tmp_path: A
         assert torch.equal(whole, wanted), name
     again = run_ranks(2, load_and_save, kind, False, str(second), None)
     assert all(torch.equal(one[name], other[name]) for one, other in zip(saved, again, strict=True) for name in one)
-
-
-@around(parity, "build_chunks")
-def in_float64(build: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-    config, chunks = build(*args, **kwargs)
-    return config, [chunk.double() for chunk in chunks]
-
-
-def step_in_float64(*case: Any) -> parity.Comparison:
-    with in_float64():
-        return parity.run_step(*case)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("line", ["four delta_moe distributed again=core_attn", "one tp2 mamba"])
-def test_hybrids_in_float64_differ_by_the_rounding_of_buffers(line: str, reference_of) -> None:
-    """Those of gradients, which are in float32: what more they differ by in float32 is rounded outside these layers."""
-    case = case_of(reference_of, layout_of(line))
-    for rank in run_ranks(case.layout.topology.world_size, step_in_float64, *case):
-        errors = {"loss": rank.loss_error, **rank.gradient_errors}
-        assert max(errors.values()) <= TOLERANCE / 10, errors
 
 
 def test_a_pattern_needs_no_module_of_another_half() -> None:

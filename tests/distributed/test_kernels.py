@@ -1,7 +1,6 @@
 """The choice of a kernel, and the calls that the CUDA kernels get, on stand-ins that check what the real ones need."""
 
 import logging
-import os
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -235,16 +234,3 @@ def test_tables_agree() -> None:
     from megatron.core.transformer.enums import AttnBackend
 
     assert set(kernels.BACKENDS) == {backend.name for backend in AttnBackend} - {"local"}
-
-
-def threads() -> set[str]:
-    return set(os.listdir("/proc/self/task"))
-
-
-def test_emulated_lanes_leave_no_thread_that_holds_a_lock_of_mkl() -> None:
-    """Joined threads were left by 152 of 300 calls: a process forked then hangs in its first bfloat16 product."""
-    inputs = [x.to(torch.bfloat16) for x in random_qkv(152, 152)]
-    for _ in range(20):
-        before = threads()
-        emulated_lanes.attend(inputs, (8, 128, 16), 4, CPU)
-        assert threads() <= before

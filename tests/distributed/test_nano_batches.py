@@ -12,9 +12,8 @@ from megatron.core import parallel_state
 
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.mechanisms.blocks import AGAIN_KEYS, AGAIN_QUERIES, COLLECTED_KEYS, FETCHED_KEYS, FETCHED_QUERIES
-from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
 from dynamic_cp.plans.padding import placed_share
-from dynamic_cp.pool.layer_steps import LayerStep, Repeats, steps_of
+from dynamic_cp.pool.layer_steps import LayerStep, steps_of
 from dynamic_cp.pool.text import decode_ticks, encode_ticks
 from dynamic_cp.types.placement import ROW
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass
@@ -22,7 +21,7 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane, PlacedPacks
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.pool.layer_pass import StepOrder, mirrored
+from megatron.dynamic_cp.pool.layer_pass import StepOrder
 from megatron.dynamic_cp.pool.nano_batches import NanoBatchedLayer, NanoBatches, nano_batches_of_tokens
 from tests.distributed.faults import around
 from tests.distributed.harness import run_ranks
@@ -106,65 +105,6 @@ def test_a_tick_with_other_nano_batches_or_with_none_is_refused() -> None:
         nano_batches_of_tokens(replace(first, programme=both))
     with pytest.raises(DisagreementError, match=r"computed in the nano-batches \[\]"):
         nano_batches_of_tokens(replace(first, programme=first.programme._replace(tiles=((), ()), exchanges=())))
-
-
-def test_backward_mirrors_forward_step_by_step() -> None:
-    forward = steps_of(3, is_backward=False, repeats="nothing")
-    assert list(map(str, forward[:8])) == [
-        "launch 0 of layer 0 forward", "launch 1 of layer 0 forward", "attend 0 of layer 0 forward",
-        "attend 1 of layer 0 forward", "wait 0 of layer 0 forward", "launch 0 of layer 1 forward",
-        "wait 1 of layer 0 forward", "launch 1 of layer 1 forward",
-    ]  # fmt: skip
-    back = {"launch": "wait", "attend": "attend", "wait": "launch"}
-    expected = [LayerStep(back[step.what], step.layer, True, 1 - step.slot) for step in reversed(forward)]
-    assert steps_of(3, is_backward=True, repeats="nothing") == expected
-
-
-def brief(steps: list[LayerStep]) -> str:
-    """Return steps in a line; those of a layer that is computed again begin with +."""
-    return " ".join(f"{'' if one.is_backward else '+'}{one.what}{one.slot}/{one.layer}" for one in steps)
-
-
-BACKWARD_OF_TWO: dict[Repeats, tuple[str, ...]] = {
-    "attention": ("+launch0/1 +launch1/1 +attend0/1 +attend1/1 +wait0/1 +wait1/1 launch0/1 launch1/1",
-        "+launch0/0 +launch1/0 attend0/1 attend1/1 +attend0/0 +attend1/0",
-        "wait0/1 +wait0/0 +wait1/0 launch0/0 wait1/1 launch1/0", "attend0/0 attend1/0 wait0/0 wait1/0"),
-    "layers": ("+launch0/1 +launch1/1 +attend0/1 +attend1/1 +wait0/1 +wait1/1 launch0/1 launch1/1",
-        "+launch0/0 +launch1/0 attend0/1 attend1/1 +attend0/0 +attend1/0",
-        "wait0/1 wait1/1 +wait0/0 +wait1/0 launch0/0 launch1/0", "attend0/0 attend1/0 wait0/0 wait1/0"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("repeats", ["attention", "layers"])
-def test_what_is_repeated_runs_beside_the_layer_behind_and_nothing_is_lost(repeats: Repeats) -> None:
-    assert brief(steps_of(2, is_backward=True, repeats=repeats)) == " ".join(BACKWARD_OF_TWO[repeats])
-    steps = steps_of(3, is_backward=True, repeats=repeats)
-    assert len(steps) == len(set(steps)) == 36
-    if repeats == "attention":  # gradients come as where nothing is repeated
-        assert [one for one in steps if one.is_backward] == steps_of(3, is_backward=True, repeats="nothing")
-    # Of every layer attention is there again before its gradient goes out.
-    for layer in range(3):
-        last, first = LayerStep("wait", layer, False, 1), LayerStep("launch", layer, True, 0)
-        assert steps.index(first) == steps.index(last) + 1
-    assert steps_of(3, is_backward=False, repeats=repeats) == steps_of(3, is_backward=False, repeats="nothing")
-
-
-def test_mirrored_transfers_take_the_way_back() -> None:
-    layout = Layout(2, pp=2, ranks_per_node=2)
-    seen = Counter[int]()
-    for lane in lanes_of(layout, "long_tail"):
-        packs = lane.packs(torch.device("cpu"))
-        there_and_back = mirrored(mirrored(packs))
-        assert there_and_back.rounds == packs.rounds
-        back = mirrored(packs)
-        assert back.divisions == packs.divisions[::-1]
-        for (nano_batch, way), one in packs.rounds.items():
-            seen[way] += 1
-            mirror = back.rounds[
-                1 - nano_batch, {ACROSS: DELIVER, INSIDE: COLLECT, COLLECT: INSIDE, DELIVER: ACROSS}[way]
-            ]
-            assert (mirror.sends, mirror.receives) == (one.receives, one.sends)
-    assert set(seen) == {ACROSS, INSIDE, COLLECT, DELIVER}
 
 
 def test_a_step_out_of_turn_and_one_left_over_are_refused_with_both() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -48,7 +47,6 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError, La
 from megatron.dynamic_cp.attention.packs import Pack
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.thd import Attention
-from megatron.dynamic_cp.data import micro_batches as data
 from megatron.dynamic_cp.data.micro_batches import COLUMNS, micro_batches, pack_step
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.token_audit import check_tokens
@@ -543,25 +541,6 @@ def test_lanes_get_the_tokens_of_their_homes() -> None:
         assert_columns_of(bucket, lanes, [one.columns for one in found])
         num_restarting += sum(isinstance(sample.mask, SharedQuestion) for sample in bucket.samples)
     assert num_restarting == 11
-
-
-def test_positions_that_do_not_restart_are_noticed() -> None:
-    bucket = plan_of(1).micro_batches[0].buckets[0]
-
-    def columns() -> tuple[list[PlacedLane], list[dict[str, Tensor]]]:
-        steps = [pack_step(plan, read_sample) for plan in lane_plans_of(1)]
-        lanes = [step.buckets[0].placed for step in steps]
-        parts = [slice(0, lane.num_tokens) for lane in lanes]
-        return lanes, [
-            {**dict(zip(COLUMNS, step.columns[:, part], strict=False)), "loss_mask": step.loss_mask[part]}
-            for step, part in zip(steps, parts, strict=True)
-        ]
-
-    assert_columns_of(bucket, *columns())
-    with mock.patch.object(data, "_positions", lambda sample, shard: shard):
-        found = columns()
-    with pytest.raises(AssertionError, match="position_ids"):
-        assert_columns_of(bucket, *found)
 
 
 def lose_a_message() -> str:

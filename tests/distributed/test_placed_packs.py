@@ -33,62 +33,9 @@ def packs_of(programme: Programme, samples: Sequence[Sample], mask: Mask = CAUSA
     return build_placed_packs(programme, masks, seqlens, programme.num_tokens + 1, HOST)
 
 
-def lane_packs(
-    homes: Sequence[tuple[int, int, int]], pairs: Sequence[tuple[int, int]], mask: Mask, fetched: Sequence[int] = ()
-) -> list[Pack]:
-    """Return what lane 0 computes of one sample in division 1: tiles between homes, of which it fetches some."""
-    of_lane = [(0, start, stop, int(home in fetched)) for home, (start, stop) in enumerate(homes)]
-    tiles = [(*pair, 0, 1) for pair in pairs]
-    placement = Placement(np.array(of_lane, np.int32), np.array(tiles, np.int32))
-    samples = [Sample(sample_id=0, seqlen=homes[-1][1])]
-    nothing, division = packs_of(programmes_of(placement, samples, Lanes(2, 0, 2))[0], samples, mask).divisions
-    assert not nothing
-    return list(division)
-
-
 def rectangles(pack: Pack) -> list[tuple[list[int], list[int]]]:
     """Return the rows and the columns of each rectangle, of those that the lane works with."""
     return [(pack.rows[rows].tolist(), pack.columns[columns].tolist()) for rows, columns in pack.slices()]
-
-
-def test_homes_that_see_all_are_one_rectangle() -> None:
-    """Four homes of 10 tokens, on two lanes."""
-    homes = [(0, 10), (10, 20), (20, 30), (30, 40)]
-    pairs = [(row, column) for row in range(4) for column in range(4)]
-    (pack,) = lane_packs(homes, pairs, FULL)
-    assert (pack.row_seqlens, pack.column_seqlens, pack.mask) == ((40,), (40,), FULL)
-    assert rectangles(pack) == [(list(range(40)), list(range(40)))]
-    # What is fetched lies behind the 31 places of own tokens and padding: rows and columns, each in their buffer.
-    (pack,) = lane_packs(homes, pairs, FULL, fetched=[1])
-    tokens = [*range(10), *range(31, 41), *range(10, 30)]
-    assert rectangles(pack) == [(tokens, tokens)]
-
-
-def test_homes_behind_the_same_keys_are_one_rectangle() -> None:
-    """Three homes of a causal sample and the keys of two before them; of their own keys each has others."""
-    homes = [(0, 3), (3, 10), (10, 14), (14, 15), (15, 20)]
-    pairs = [(row, column) for row in (2, 3, 4) for column in (0, 1)]
-    (pack,) = lane_packs(homes, pairs, CAUSAL, fetched=[0, 1])
-    assert (pack.row_seqlens, pack.column_seqlens) == ((10,), (10,))
-    assert rectangles(pack) == [(list(range(10)), list(range(11, 21)))]
-    # A home with keys of its own besides is by itself, and the others are still together; its square is a pack.
-    squares, full = lane_packs(homes, [*pairs, (3, 2), (3, 3)], CAUSAL, fetched=[0, 1])
-    assert (squares.mask, squares.row_seqlens) == (CAUSAL, (1,))
-    assert rectangles(full) == [([*range(4), *range(5, 10)], list(range(11, 21))), ([4], [*range(11, 21), *range(4)])]
-    # A home that sees only one of the two is by itself, too.
-    (full,) = lane_packs(homes, [pair for pair in pairs if pair != (2, 1)], CAUSAL, fetched=[0, 1])
-    assert (full.row_seqlens, full.column_seqlens) == ((4, 6), (3, 10))
-
-
-def test_rows_of_a_rectangle_keep_their_ranges_of_keys() -> None:
-    """Homes of 4 tokens; those of tokens 8 to 16 see parts of the two homes before them, of a window of 6."""
-    homes = [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
-    mask = Lambda(0, 6)
-    (pack,) = lane_packs(homes, [(2, 1), (3, 1), (4, 3)], mask, fetched=[0, 1])
-    assert (pack.row_seqlens, pack.column_seqlens, pack.mask) == ((8, 4), (4, 4), None)
-    # Tokens 8 and 9 see all keys of 4 to 8, 12 the last one, 13 and those behind it none.
-    num_seen = (pack.host_ranges[:, 1::2] - pack.host_ranges[:, ::2]).sum(axis=1)
-    assert num_seen.tolist() == [4, 4, 3, 2, 1, 0, 0, 0, 4, 4, 3, 2]
 
 
 SOME = (

@@ -34,7 +34,7 @@ from megatron.integrations.post_training.objectives import (
     sft,
     value_regression,
 )
-from megatron.integrations.post_training.torch_passes import TorchPasses, head_log_probs, label_log_probs
+from megatron.integrations.post_training.torch_passes import TorchPasses, label_log_probs
 from tests.distributed import post_training, reference
 from tests.distributed.harness import initialize_model_parallel, refuses, run_ranks
 from tests.distributed.layouts import layout_of, lines
@@ -50,7 +50,6 @@ from tests.distributed.parity import (
     placed_plan,
     reference_name,
 )
-from tests.distributed.test_attention import LargestTensor
 
 BATCHES = {
     "plain": (post_training.plain_batch(), ("sft", "ppo", "fixed", "gspo", "dpo_apart", "values")),
@@ -269,23 +268,6 @@ def test_a_plain_loop_equals_a_single_process() -> None:
     assert len(set().union(*(sizes for _, sizes in ranks))) > 1
 
 
-def test_log_probs_over_chunks_hold_logits_of_a_chunk() -> None:
-    torch.manual_seed(0)
-    hidden, labels, head = torch.randn(1, 50, 16), torch.randint(200, (1, 50)), torch.nn.Linear(16, 200)
-    weights, found = torch.randn(2, 1, 50), []
-    for chunk_tokens in (50, 8):
-        of_hidden = hidden.clone().requires_grad_()
-        with LargestTensor() as largest:
-            outputs = torch.stack([*head_log_probs(of_hidden, head, labels, chunk_tokens, temperature=0.7).values()])
-            gradients = torch.autograd.grad((outputs * weights).sum(), [of_hidden, *head.parameters()])
-        assert largest.num_elements == max(chunk_tokens * 200, 16 * 200)
-        found.append([outputs, *gradients])
-    for whole, in_chunks in zip(*found, strict=True):
-        assert relative(in_chunks.detach(), whole.detach()) < TOLERANCE
-    expected = torch.log_softmax(head(hidden) / 0.7, -1)[0, torch.arange(50), labels[0]]
-    assert relative(found[1][0][0, 0].detach(), expected.detach()) < TOLERANCE
-
-
 def refuse_in_passes() -> None:
     """Each bad call is one line on every rank, after which the job goes on."""
     lanes = Lanes.build(init_device_mesh("cpu", (2,)), problem_for(2), timeout_s=60)
@@ -401,15 +383,3 @@ class Model(ChunkedHeadModel):
 )  # fmt: skip
 def test_what_cannot_be_is_told(call: Callable[[], Any], parts: tuple[str, ...]) -> None:
     refuses(DynamicCPError, call, *parts)
-
-
-def test_what_can_be_is_not_refused() -> None:
-    check(OF_RESPONSES, Bucket(first_lane=2, cp_size=2, cp_comm_type="blocks"))
-    check(sft(), weights=[torch.ones(len(each), dtype=torch.bfloat16) for each in OF_TOKENS])
-    check(sft(), weights=torch.ones(10, dtype=torch.bfloat16, requires_grad=True))
-    own = TokenLoss(of_tokens=lambda of: of["margin"], needs=("margin",), mean=np.int64(3))
-    check(own, outputs=("margin",))
-    check(TokenLoss(of_tokens=lambda of: of["log_probs"]), Bucket(first_lane=1, cp_size=3, cp_comm_type="blocks"))
-    unscaled = group_advantages([1.0, 4.0, 3.0, 3.0], "aabb", scales=False)
-    assert unscaled.tolist() == [-1.5, 1.5, 0.0, 0.0]
-    assert group_advantages([1.0, 4.0, 3.0, 3.0], "aabb")[2:].tolist() == [0.0, 0.0], "a group without a difference"

@@ -1,6 +1,5 @@
 """Packing in worker processes: the same packs, and an end that waits for nobody."""
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -70,36 +69,6 @@ def test_workers_pack_what_this_process_packs_in_the_same_order(num_workers: int
         assert first.columns.any()
     ahead.close()
     assert torch.equal(torch.get_rng_state(), random_state), "dropout must not depend on the number of workers"
-
-
-class FreedOnlyWhereItWasMade:
-    """As an event of CUDA: whoever frees it in another process dies of that."""
-
-    def __init__(self) -> None:
-        self.made_by = os.getpid()
-        self.cycle = self
-
-    def __del__(self) -> None:
-        if os.getpid() != self.made_by:
-            os.abort()
-
-
-def test_workers_leave_garbage_of_the_training_process_alone() -> None:
-    def collect_and_read(sample_id: int) -> SampleTokens:
-        gc.collect()
-        return read(sample_id)
-
-    gc.disable()
-    try:
-        FreedOnlyWhereItWasMade()
-        packer = Packer(collect_and_read, num_workers=2)
-    finally:
-        gc.enable()
-    for step in range(3):
-        packer.submit(plan_of(5, step))
-    for _ in range(3):
-        assert packer.take().columns.any()
-    packer.close()
 
 
 def test_errors_of_a_worker_are_raised_where_its_step_is_taken() -> None:

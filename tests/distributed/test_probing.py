@@ -171,16 +171,6 @@ def stream_of_words(broken=False):
     return batches, asked, read.tokens.tolist(), read.labels.tolist(), read.loss_mask.tolist()
 
 
-def test_a_data_set_that_tokenizes_on_the_fly():
-    results = run_ranks(4, stream_of_words, timeout_s=60)
-    batches, _, *read = results[0]
-    assert [batches for batches, *_ in results] == [batches] * 4
-    assert [s for batch in batches for s in batch] == [(p, 1 + (7 * p) % 40 % 7) for p in range(80)]
-    for _, asked, *_ in results:
-        assert asked == [5, 5, 10, 10, 10, 10, 10, 10], "two batches at a time, each item once"
-    assert read == [[21], [22], [1.0]]
-
-
 def test_a_broken_item_is_the_same_error_on_all_ranks():
     (message,) = set(run_ranks(2, stream_of_words, True, timeout_s=60))
     assert "item 13 could not be probed for its length on rank" in message
@@ -244,16 +234,3 @@ def test_masks_of_items_are_known_everywhere():
     assert found == tuple(Sample(sample_id=i, seqlen=1 + i % 7, mask=FULL if i % 3 == 0 else None) for i in range(30))
     assert [found, read] == other
     assert read == [4, 5, 6, 7, 8]
-
-
-@pytest.mark.parametrize(
-    ("unfit", "has_masks", "said"),
-    [
-        (7, True,
-         "item 7 cannot have the mask shared_question:50,60: prompt and answers have 110 tokens, the sample 1"),
-        (None, False, "item 0 has a mask, ProbedSamples(..., has_masks=False) looks for none: set it to True"),
-    ],
-)  # fmt: skip
-def test_masks_that_cannot_be_are_the_same_error_on_all_ranks(unfit, has_masks, said):
-    (message,) = set(run_ranks(2, masked_batch, unfit, has_masks, timeout_s=60))
-    assert said in message

@@ -21,7 +21,7 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import (
     reduce_scatter_tokens,
 )
 from megatron.dynamic_cp.groups import first_exchange as warm_up
-from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.pool import layer_pass
 from tests import patience
@@ -38,46 +38,10 @@ def all_blocks(num_lanes: int, min_size: int = 1, max_size: int | None = None) -
     }
 
 
-@pytest.mark.parametrize("num_lanes", range(1, 18))
-def test_lane_blocks(num_lanes: int) -> None:
-    blocks_of_lane = [lane_blocks(lane, num_lanes) for lane in range(num_lanes)]
-    for lane, blocks in enumerate(blocks_of_lane):
-        sizes = [size for _, size in blocks]
-        assert sizes == sorted(sizes)
-        assert sizes[0] == 1, "an empty place runs on one lane"
-        # Exactly the blocks that hold the lane: its peers therefore know the same ones.
-        assert set(blocks) == {(first, size) for first, size in all_blocks(num_lanes) if first <= lane < first + size}
-    assert set().union(*blocks_of_lane) == all_blocks(num_lanes)
-    assert blocks_of_lane[0][-1][1] == Topology(num_lanes=num_lanes).max_cp_size
-
-
-@pytest.mark.parametrize(("min_size", "max_size"), [(2, None), (4, 8), (8, 8), (1, 1), (16, None)])
-def test_lane_blocks_within_limits(min_size: int, max_size: int | None) -> None:
-    blocks = set().union(*(lane_blocks(lane, 13, min_size, max_size) for lane in range(13)))
-    assert blocks == all_blocks(13, min_size, max_size)
-    assert {(lane, 1) for lane in range(13)} <= blocks
-
-
 def two_levels_of_lane(lane: int, num_lanes: int, inner_sizes: tuple[int, ...]) -> set[tuple[int, int, int]]:
     """Re-statement: every inner size below the block's, for each block that holds the lane."""
     blocks = [(first, size) for first, size in all_blocks(num_lanes) if first <= lane < first + size]
     return {(first, size, inner) for first, size in blocks for inner in inner_sizes if inner < size}
-
-
-@pytest.mark.parametrize("num_lanes", [1, 2, 4, 6, 8, 16])
-def test_outer_groups_cut_each_block_across_its_inner_groups(num_lanes: int) -> None:
-    sizes = (2, 4, 8)
-    of_lane = [two_level_blocks(lane, lane_blocks(lane, num_lanes), sizes) for lane in range(num_lanes)]
-    for lane, blocks in enumerate(of_lane):
-        assert set(blocks) == two_levels_of_lane(lane, num_lanes, sizes)
-        for (first, size, inner), outer in blocks.items():
-            assert lane in outer
-            assert len(outer) == size // inner
-            # One member in each inner group, at this lane's index; all members know the same group.
-            assert [(member - first) // inner for member in outer] == list(range(size // inner))
-            assert {(member - first) % inner for member in outer} == {(lane - first) % inner}
-            assert all(of_lane[member][first, size, inner] == outer for member in outer)
-    assert sum(map(len, of_lane)) == {1: 0, 2: 0, 4: 4, 6: 4, 8: 24, 16: 96}[num_lanes]
 
 
 def build_and_sum(topology: Topology, limits: dict[str, Any]) -> tuple[DynamicCPGroups, dict]:

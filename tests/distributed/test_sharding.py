@@ -41,11 +41,6 @@ def test_shards_are_the_literal_ones(cp_size: int, chunk: int) -> None:
         assert shard_positions(seqlen, cp_size, rank).tolist() == expected
 
 
-@pytest.mark.parametrize("seqlen", [1, 2, 7])
-def test_one_lane_holds_everything_in_order(seqlen: int) -> None:
-    assert shard_positions(seqlen, 1, 0).tolist() == list(range(seqlen))
-
-
 @pytest.mark.parametrize("rank_token_multiple", [1, 2, 4])
 @pytest.mark.parametrize("cp_size", CP_SIZES[:4])
 def test_pack_partitions_every_sequence(cp_size: int, rank_token_multiple: int) -> None:

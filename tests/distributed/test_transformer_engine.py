@@ -5,7 +5,6 @@ import importlib
 import math
 import zipfile
 from collections.abc import Set
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,7 +26,7 @@ from megatron.dynamic_cp.flags.linear_attention import parts_of_layers
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.trainer.setup.layers import BATCHED_RING
 from tests.distributed import fake_apex, reference
-from tests.distributed.harness import RankError, initialize_model_parallel
+from tests.distributed.harness import initialize_model_parallel
 from tests.distributed.layouts import layout_of
 from tests.distributed.parity import (
     BATCHES,
@@ -240,26 +239,6 @@ def test_products_in_fp8_get_whole_multiples(version: str, line: str, reference_
         of_stage = world // layout.pp
         first = rank // of_stage * of_stage
         assert {ranks for _, _, ranks in entered} == {tuple(range(first, first + of_stage))}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("line", "alignment", "says"),
-    [
-        ("two tp2 sp fp8=tensorwise e4m3 full", 1, "dimensions except the last to be divisible by 8"),
-        ("two tp2 sp fp8=tensorwise e4m3 full", 8, "a multiple of 16 is needed"),
-        ("four mixed fp8=mxfp8", 16, "cannot be quantized"),
-        ("two tp2 sp fp8=blockwise", 16, "cannot be gathered in FP8"),
-    ],
-)
-def test_tokens_that_are_not_padded_for_fp8_are_noticed(line: str, alignment: int, says: str, reference_of) -> None:
-    """As in a plan for a topology that does not know of it."""
-    layout, (words, _) = layout_of(f"{line} engine"), IN_FP8[line]
-    samples, expected = BATCHES["long_tail"], reference_of(layout, "long_tail")
-    plan = plan_for(layout, samples, {*words.split()}, None)
-    unaligned = replace(plan, topology=replace(plan.topology, token_alignment=alignment))
-    with pytest.raises(RankError, match=says):
-        run_ranks_with(NEWEST, layout.topology.world_size, run_in_fp8, layout, samples, unaligned, expected)
 
 
 FOLDER = "transformer_engine/pytorch/attention/dot_product_attention"

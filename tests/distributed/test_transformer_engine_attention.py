@@ -27,7 +27,6 @@ from tests.distributed.real_transformer_engine import counts, extension, flash_a
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
 from tests.distributed.real_transformer_engine.extension import NAN
 from tests.distributed.real_transformer_engine.wheels import NEWEST, OLDEST, PINNED, VERSIONS
-from tests.gpu import judge
 from tests.gpu.judge import error_in_norm, exact
 
 HEADS, HEAD_DIM = 8, 16
@@ -249,39 +248,6 @@ def test_a_failing_forward_pass_puts_the_group_back() -> None:
     for states in run_ranks_with(PINNED, 4, refuse_and_fail, timeout_s=60):
         assert len(states) == len(WITHOUT_ALL_GATHER) + 2, "one module an exchange, two more with a share of the heads"
         assert set(states) == {UNSET}
-
-
-def run_the_tests_of_a_gpu(cp_sizes: tuple[int, ...]) -> int:
-    """Run those of tests/gpu with attention, on fewer tokens; return how many cases there were."""
-    judge.DEVICE = torch.device("cpu")
-    from tests.gpu import test_transformer_engine as on_gpu
-
-    on_gpu.DEVICE = judge.DEVICE  # where pytest has imported it before, as in a run of all tests
-    on_gpu.SEQLENS = (16, 256, 16 * 9, 512)
-    asked: list[int] = []
-
-    def note_waits(mode: str) -> None:
-        asked.append(counts.waits.total())
-        assert asked[-1] == asked[0], f"the host would wait: {counts.waits}"
-
-    groups = groups_of(1, ("p2p",))
-    with mock.patch.object(torch.cuda, "set_sync_debug_mode", note_waits):
-        on_gpu.test_attention_waits_for_nothing(groups)
-    assert len(asked) == 2
-    packs = (on_gpu.SEQLENS, (1, 7, 40), (1,) * 40)
-    for seqlens in packs:
-        on_gpu.test_packs_equal_the_whole_sequences(seqlens, groups)
-    on_gpu.test_a_share_of_the_heads_equals_that_of_the_whole(groups)
-    for cp_size in cp_sizes:
-        on_gpu.test_each_lane_of_a_ring_equals_the_whole_sequence(cp_size, groups)
-    return len(packs) + len(cp_sizes) + 2
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_tests_of_a_gpu_are_right_themselves(version: str) -> None:
-    """They have not run on one; bounds are those of bfloat16, which is what is computed in."""
-    assert run_ranks_with(version, 1, run_the_tests_of_a_gpu, (2, 4, 8)) == [8]
 
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig, multi_token_prediction
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -472,23 +472,6 @@ def test_a_model_in_groups_that_are_not_megatron_cores_own_is_refused(variant: s
     for rank, said in enumerate(run_ranks(2, said_of_groups, variant)):
         assert said.startswith(f"the model's pg_collection.tp has the ranks [{rank}], megatron-core's own group of ")
         assert "[0, 1]: leave pg_collection out" in said
-
-
-def kinds_of_modules(variant: str) -> set[type]:
-    initialize_model_parallel()
-    _, (chunk,) = build_chunks(Layout(1, variant=variant), reference.VARIANTS[variant])
-    return {type(module) for module in chunk.modules()}
-
-
-def test_no_model_has_cross_attention_or_pictures() -> None:
-    for variant in ("gpt_oss", "deepseek"):
-        (kinds,) = run_ranks(1, kinds_of_modules, variant)
-        assert CrossAttention not in kinds
-        assert not [kind for kind in kinds if "multimodal" in kind.__module__]
-
-
-def test_no_field_asks_for_smoothed_labels() -> None:
-    assert not [name for name in TransformerConfig.__dataclass_fields__ if "smooth" in name]
 
 
 @pytest.mark.parametrize(
