@@ -34,7 +34,7 @@ from benchmarks.planner import (
 from benchmarks.planner.report import inserted
 
 DOCS = Path(__file__).parents[2] / "docs"
-SECTIONS = ("frozen", "h100", "exchanges", "experts", "packers", "published", "growth", "masks", "compared")
+SECTIONS = ("frozen", "h100", "exchanges", "experts", "packers", "published", "growth", "scale", "masks", "compared")
 QUICK_CASES = ("real_webprose_ccfit_pp1_n64_128k.seed0", "real_webprose_ccfit_pp4_n32_32k.seed0")
 QUICK_EXCHANGES = ("real_webprose_pp8_n32_128k.seed0",)
 QUICK_H100 = (h100.Setting("webprose_ccfit", h100.GQA, 4, 1, 8, 32768, 8192, samples=64),)
@@ -101,6 +101,9 @@ def measure(section: str, cases: Sequence[str], *, quick: bool, images: Path) ->
     elif section == "masks":
         rows = masks.measure(masks.CELLS[:1] if quick else [cell for cell in masks.CELLS if wanted(cell.name)])
         figures, tables = {"cells": rows}, {"masks": masks.markdown(rows)}
+    elif section == "scale":
+        rows = growth.measure_scale(64 if quick else 16384)
+        figures, tables = {"rows": rows}, {"scale": growth.scale_markdown(rows)}
     elif section == "growth":
         curves = growth.series(1024, 32) if quick else growth.series()
         rows = growth.measure(curves)

@@ -1,4 +1,4 @@
-"""Table D: how planning time grows with samples and lanes, the largest memory, and a plot."""
+"""Table D: how planning time grows with samples and lanes, the largest memory, and a plot; planning over a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.planner.problem import Problem, peak_bytes, plan_ms, timed
 from benchmarks.planner.report import Row, table
 from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import CP_COMM_TYPES, CpCommType, PlanOptions, Topology
 
 LIMIT = 16384
 FIT_FROM = 2048
@@ -75,14 +75,39 @@ def measure_memory(curves: Sequence[Series]) -> Row:
     }
 
 
-def _problem(samples: int, lanes: int, pp: int) -> Problem:
+def measure_scale(largest_lanes: int = 16384) -> list[Row]:
+    """Return planning time beside the modelled step: 8 samples a lane, all exchanges, without and with a pipeline."""
+    rows = []
+    for lanes in (32 << step for step in range((largest_lanes // 32).bit_length())):
+        row: Row = {"lanes": lanes}
+        for pp in (1, 8):
+            planned, found_ms = timed(_problem(8 * lanes, lanes, pp, CP_COMM_TYPES), 3 if lanes <= 512 else 1)
+            row[f"pp{pp}"] = {"ms": found_ms, "step_s": planned.predicted_s}
+        rows.append(row)
+    return rows
+
+
+def scale_markdown(rows: Sequence[Row]) -> str:
+    """Return the table of planning time over the step."""
+
+    def cells(one: Row) -> list[str]:
+        return [f"{one['ms']:.0f}", f"{one['step_s']:.2f}", f"{one['ms'] / one['step_s'] / 1e3:.2f}"]
+
+    return table(
+        "lanes | PP 1: ms | step, s | share | PP 8: ms | step, s | share",
+        ([f"{row['lanes']}", *cells(row["pp1"]), *cells(row["pp8"])] for row in rows),
+        left=1,
+    )
+
+
+def _problem(samples: int, lanes: int, pp: int, exchanges: tuple[CpCommType, ...] = ("p2p",)) -> Problem:
     return Problem(
         name=f"{samples} samples on {lanes} lanes",
         seqlens=draw_lengths("lognormal-github", samples, 0, 131072),
         topology=Topology(num_lanes=lanes, pp_size=pp),
         model=load_model("llama-2-13b"),
         hardware=load_hardware("h100"),
-        options=PlanOptions(max_tokens_per_rank=LIMIT, recompute="full", cp_comm_types=("p2p",)),
+        options=PlanOptions(max_tokens_per_rank=LIMIT, recompute="full", cp_comm_types=exchanges),
     )
 
 
