@@ -169,8 +169,8 @@ FAULTS = {
         '    request.apply(loaded["optimizer_state"], run["iteration"])\n', "", RESUMED
     ),
     "a resumed run reads a sample again": Fault(
-        'consumed_samples=run["consumed_samples"],\n        coefficients',
-        'consumed_samples=run["consumed_samples"] - 1,\n        coefficients',
+        'consumed_samples=run["consumed_samples"], coefficients',
+        'consumed_samples=run["consumed_samples"] - 1, coefficients',
         RESUMED,
     ),
     "random states are not restored": Fault(
