@@ -689,6 +689,7 @@ def test_a_folder_that_is_there_is_kept(folder_of, imported, tmp_path, capsys):
 
 def test_what_the_host_cannot_hold_is_refused_before_it_is_read(folder_of, imported, tmp_path, capsys, monkeypatch):
     both = ["import", str(folder_of("llama"))], ["export", str(imported("llama"))]
+    capsys.readouterr()  # of what makes the models
     monkeypatch.setattr("megatron.integrations.weights.output.free_bytes", lambda *_, **__: 10)
     for words in both:
         assert cli.main(["weights", *words, "--output", str(tmp_path / "new")]) == 2
