@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 CODE = ("dynamic_cp", "megatron")
 ALSO_COPIED = (
     *("benchmarks", "docs", "examples", "tests", "tools"),
-    *("pyproject.toml", "pretrain_gpt.py", "README.md", "SECURITY.md"),
+    *("pyproject.toml", "setup.py", "pretrain_gpt.py", "README.md", "SECURITY.md"),
 )
 COPIES = [ROOT / "runs" / f"planted-{number}" for number in range(2)]
 STAYS = (

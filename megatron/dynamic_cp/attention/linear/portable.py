@@ -156,19 +156,18 @@ def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = F
 
 
 def convolve(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, runs: Runs) -> Tensor:
-    """See `recurrence.LinearKernel`: a sum of shifted rows, without those of other runs."""
+    """See `recurrence.LinearKernel`: a sum of shifted rows, without those of other runs; in float64, as `scan`."""
     positions = runs.once(
         "positions", lambda: to_device(np.concatenate([*map(np.arange, runs.lengths)]), runs.cu_seqlens.device)
     )
     num_before = weight_CK.shape[1] - 1
-    dtype = state_dtype(x_TC.dtype)
-    x, weight = x_TC.to(dtype), weight_CK.to(dtype)
+    x, weight = x_TC.double(), weight_CK.double()
     total = x * weight[:, num_before]
     for back in range(1, min(num_before, len(x) - 1) + 1):
         shifted = functional.pad(x[:-back], (0, 0, back, 0))
         total = total + shifted * (positions >= back)[:, None] * weight[:, num_before - back]
     if bias_C is not None:
-        total = total + bias_C.to(dtype)
+        total = total + bias_C.double()
     return functional.silu(total).to(x_TC.dtype)
 
 
@@ -183,7 +182,7 @@ def computed_again(compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
 
 def normalize(x: Tensor) -> Tensor:
     """See `recurrence.LinearKernel`."""
-    wide = x.to(state_dtype(x.dtype))
+    wide = x.double()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPSILON)).to(x.dtype)
 
 
