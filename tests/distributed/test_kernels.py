@@ -14,6 +14,7 @@ from dynamic_cp.types import CAUSAL
 from megatron.dynamic_cp.attention.kernels import choice as kernels
 from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
+from megatron.dynamic_cp.attention.kernels import merging
 from megatron.dynamic_cp.attention.kernels import ranged as kernels_ranged
 from megatron.dynamic_cp.attention.kernels.choice import (
     CPU,
@@ -234,3 +235,11 @@ def test_tables_agree() -> None:
     from megatron.core.transformer.enums import AttnBackend
 
     assert set(kernels.BACKENDS) == {backend.name for backend in AttnBackend} - {"local"}
+
+
+@pytest.mark.usefixtures("a100")
+def test_several_passes_without_triton_are_said(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(merging, "has_triton", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        assert not merging._has_program(torch.device("cuda", 5))  # answers are kept for each device
+    assert "pip install triton" in caplog.text
