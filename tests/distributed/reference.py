@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_token_prediction, utils
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -221,7 +222,10 @@ _MAMBA = {
     "activation_func": squared_relu,
 }
 MAMBA = ModelVariant("mamba", _MAMBA, position_embedding="none", pattern="M*-M")
-MAMBA_MOE = ModelVariant("mamba_moe", settings(_EXPERTS) | _MAMBA, position_embedding="none", pattern="ME*M")
+# With the usual spread of weights one token is 3e-7 from another expert.
+MAMBA_MOE = ModelVariant(
+    "mamba_moe", settings(_EXPERTS, "init_method_std=0.021") | _MAMBA, position_embedding="none", pattern="ME*M"
+)
 MAMBA_MORE = ModelVariant(
     "mamba_more", _MAMBA | settings(_OFFSET, _FP32_RESIDUAL), position_embedding="none", pattern="M*-*M"
 )
@@ -427,6 +431,9 @@ def reference_step(
             parameter.add_(torch.randn_like(parameter) * 0.02)
         for bias in (buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")):
             bias.copy_(torch.randn_like(bias) * 0.05)
+    if not (config.moe_router_enable_expert_bias or config.moe_router_num_groups):
+        for router in (one for one in model.modules() if isinstance(one, TopKRouter)):
+            router.gating = partial(_without_ties, router.gating, router.topk)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     if variant in HYBRIDS:
         model.double()  # gradients of single heads are sums of terms that cancel: float32 alone is 2e-6 off
@@ -447,6 +454,14 @@ def reference_step(
         "expert_biases": moved_expert_biases(model, config),
         "terms": {name: sums.sqrt() / sum(num_tokens) for name, sums in squares.items()},
     }  # fmt: skip
+
+
+def _without_ties(gating: Callable[..., torch.Tensor], num_chosen: int, *given: torch.Tensor) -> torch.Tensor:
+    logits = gating(*given)
+    best = logits.detach().topk(num_chosen + 1).values
+    gap = (best[..., -2] - best[..., -1]).min().item()
+    assert gap > 1e-6, f"rounding decides which expert a token takes ({gap:.1e} between two): draw other weights"
+    return logits
 
 
 def _add_square(sums: torch.Tensor, of_sample: torch.Tensor) -> None:
