@@ -149,6 +149,8 @@ class Job:
     def start_now(self) -> None:
         """Have a job that was requeued start: SLURM would let it wait for two minutes."""
         self.wait_for_state("PENDING")
+        # What is asked while its nodes are still being left is overwritten.
+        wait_until(lambda: self.field("Reason") == "BeginTime", f"{self.number} is to wait", self.text)
         self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def signal(self, name: str) -> None:
