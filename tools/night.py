@@ -40,7 +40,7 @@ KEPT = ROOT / "runs" / "night"
 COSTS = KEPT / "costs.json"
 """What nightly tests cost when they last ran here."""
 PAGE = ROOT / "docs" / "releases.md"
-PART_MIN = 6.0
+PART_MIN = 4.0
 """Minutes that a part should take on two idle cores: what a busy machine does not finish in a call begins anew."""
 CASE_S, FAULT_S = 2.0, 4.0
 """Seconds that a test counts for if no file knows it, and that a planted fault takes with its test."""
@@ -74,7 +74,7 @@ def pieces(tests_s: Mapping[str, float]) -> list[Piece]:
     here = [
         *((f"nightly {part}", "nightly tests", (*PYTEST, *words), took) for part, words, took in files),
         *((f"faults {part}", "planted faults", ("tools.plant_faults", *words), took) for part, words, took in faults),
-        ("backtest", "limits of the back-test", ("benchmarks.backtest", "--check"), 2.0),
+        ("backtest", "limits of the back-test", ("benchmarks.backtest", "--check"), 0.5),
         (
             "figures",
             "quoted figures are those of today",
@@ -190,7 +190,7 @@ class Night:
         for key, of_one in parts.items():
             if all(piece.name in self.done for piece in of_one):
                 done = [self.done[piece.name] for piece in of_one]
-                sums = [f"{sum(one[word] for one in done):.0f}" for word in HEAD[5:9]]
+                sums = [f"{round(sum(one[word] for one in done), 1):g}" for word in HEAD[5:9]]
                 found[key] = (self.commit, max(one["date"] for one in done), *sums, processor())
         return found
 
