@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dynamic_cp.decide.length_formats import MAX_LENGTH
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.lengths.read import MAX_LENGTH
 
 SPEC_EXAMPLE = "lognormal:mean=1024,sigma=1.5,min=128,max=8192"
 

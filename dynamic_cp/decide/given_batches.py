@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dynamic_cp.decide.length_files import is_pipe, name_of, read_length_array
+from dynamic_cp.decide.length_formats import shortened
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.lengths.file import LengthFile, shortened
-from dynamic_cp.lengths.formats import csv_rows, open_parquet
-from dynamic_cp.lengths.read import is_pipe, name_of, read_length_array
+from dynamic_cp.lengths.file import LengthFile, csv_rows, open_parquet
 
 BATCH_COLUMNS = ("batch", "global_batch", "step", "rollout")
 """Names of a column, or key, that says to which global batch a sample belongs."""

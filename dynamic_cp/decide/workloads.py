@@ -19,8 +19,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from dynamic_cp.decide.distribution import LOGNORMALS, SPEC_EXAMPLE, parse_lognormal
 from dynamic_cp.decide.distribution import describe as describe
+from dynamic_cp.decide.length_files import read_length_array
+from dynamic_cp.decide.length_formats import MAX_LENGTH
 from dynamic_cp.errors import InvalidInputError, did_you_mean
-from dynamic_cp.lengths.read import MAX_LENGTH, read_length_array
 
 _DATA = Path(__file__).parents[1] / "data" / "lengths"
 

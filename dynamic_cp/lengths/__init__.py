@@ -1,18 +1,12 @@
-"""Lengths of samples, from files. Read in this order: `file` (its bytes and errors), `megatron_index` and `formats` (of
-files), `read` (any of them, and pipes)."""
+"""Files of lengths. Read in this order: `file` (its bytes, rows and errors), `megatron_index` (of Megatron's
+data)."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dynamic_cp.lengths.read import read_lengths
-
-__all__ = ["read_lengths"]
-
-if not TYPE_CHECKING:  # at its first use, like all that reads files
+if not TYPE_CHECKING:  # if type checkers saw it, every misspelt name would be Any
 
     def __getattr__(name: str) -> object:
-        if name in __all__:
-            from dynamic_cp.lengths.read import read_lengths
-
-            return read_lengths
+        if name == "read_lengths":  # under the name that users know
+            return import_module("dynamic_cp.decide.length_files").read_lengths
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,22 +1,18 @@
-"""A file of lengths while it is read: its bytes, and the errors for entries that are not lengths."""
+"""A file of lengths or records while it is read: its bytes, its rows, and what is wrong with it."""
 
 from __future__ import annotations
 
+import csv
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dynamic_cp.errors import DataError
-
-COLUMNS = ("seqlen", "seq_len", "sequence_length", "length", "num_tokens", "n_tokens", "token_count")
-TOKEN_IDS, TOKEN_MASK = "input_ids", "attention_mask"
-"""Keys under which transformers keeps the tokens of a sample, and 0 for those that are padding."""
-MAX_LENGTH = 2**31 - 1
-"""The int32 `cu_seqlens` of the attention kernels count no further."""
-_TOKENIZE = "text must be tokenized first, as `dynamic-cp lengths --tokenizer DIR` does"
+from dynamic_cp.errors import DataError, UnsupportedFeatureError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,46 +76,56 @@ class LengthFile:
             raise self.no_lengths(kind, "it is binary, a text of lengths is needed")
         return text
 
-    def length(self, where: str, value: object) -> int:
-        """Return `value`, found at `where`, as a length; DataError if it is none."""
-        length: Any = value
-        if isinstance(value, str):
-            try:
-                length = int(value) if is_plain(value) else None
-            except ValueError:
-                length = None
-        if isinstance(length, bool) or not isinstance(length, int):
-            raise self.error(f"{where} is {shortened(value)}, an integer is needed: write tokens as a whole number")
-        if length < 1:
-            raise self.error(f"{where} is {shortened(length)}, a length is at least 1 token: drop it")
-        if length > MAX_LENGTH:
-            raise self.error(
-                f"{where} is {shortened(value)}, a length is at most {MAX_LENGTH} tokens: split or drop it"
-            )
-        return length
-
-    def column(self, where: str, kind: str, names: Sequence[str]) -> str:
-        """Return the one of `names` that is known to hold lengths; DataError if none or several are."""
-        known = [name for name in names if name in COLUMNS]
-        if len(known) == 1:
-            return known[0]
-        if known:
-            raise self.error(f"{where} has the {kind}s {' and '.join(known)}: keep the one in tokens")
-        raise self.error(
-            f"{where}: none of its {len(names)} {kind}s ({shortened(', '.join(names))}) is named "
-            f"{', '.join((*COLUMNS, TOKEN_IDS))}: rename the one that counts tokens; {_TOKENIZE}"
-        )
-
 
 def is_plain(text: str) -> bool:
     """Return whether a number is in plain digits: Python alone also reads 1_000 and digits of all scripts."""
     return text.isascii() and "_" not in text
 
 
-def shortened(value: object) -> str:
-    """Return `value` as text for a message."""
+def is_number(text: str) -> bool:
+    """Return whether `text` is one number."""
     try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, or lists nested as deep
-        text = f"a huge {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_name(cell: str) -> bool:
+    """Return whether the first cell of a CSV file names its column; what begins as a number is data, even wrong."""
+    return cell[:1] not in "+-.0123456789" and not is_number(cell)
+
+
+def csv_rows(file: LengthFile) -> list[tuple[int, list[str]]]:
+    """Return the line and the cells of each row that is not blank. Raises DataError: it is no CSV, or a row has another
+    number of cells than the first: 1,000 is two."""
+    try:
+        lines = csv.reader(io.StringIO(file.text(".csv", file.read()), newline=""))
+        rows = [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(map(str.strip, row))]
+    except csv.Error as error:
+        raise file.no_lengths(".csv", f"{error}: save it as plain CSV") from error
+    for line, row in rows:
+        if len(row) != len(rows[0][1]):
+            raise file.error(
+                f"line {line} has {len(row)} cells, line {rows[0][0]} has {len(rows[0][1])}: fill or drop the row, and "
+                "write numbers without separators, 1000 for 1,000"
+            )
+    return rows
+
+
+@contextmanager
+def open_parquet(file: LengthFile) -> Iterator[Any]:
+    """Yield `file` as pyarrow's ParquetFile; what pyarrow finds wrong with it becomes a DataError. Raises
+    UnsupportedFeatureError: pyarrow is not installed. Raises OSError: it cannot be read."""
+    try:
+        arrow: Any = import_module("pyarrow")
+        parquet: Any = import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise UnsupportedFeatureError(
+            f"{file.name} needs pyarrow, which is not installed: pip install 'megatron-dynamic-cp[parquet]'"
+        ) from error
+    file.head(1)  # pyarrow's own error hides why a file cannot be opened
+    try:
+        yield parquet.ParquetFile(file.path if file.content is None else io.BytesIO(file.content))
+    except arrow.ArrowException as error:
+        raise file.no_lengths(".parquet", f"{' '.join(str(error).split())[:200]}: copy it again") from error

@@ -31,8 +31,7 @@ from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.plans.extension import kind_of, kind_of_all
 from dynamic_cp.plans.padding import lane_tokens
 from dynamic_cp.pricing.allowed import may_place
-from dynamic_cp.setting import STATIC_POLICIES
-from dynamic_cp.types import Attention, ModelShape, Plan, PlanOptions, Problem, Topology
+from dynamic_cp.types import STATIC_POLICIES, Attention, ModelShape, Plan, PlanOptions, Problem, Topology
 from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 
 

@@ -24,9 +24,10 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.allowed import Resolved, may_place, resolve, widest_bucket
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.candidates import Batch, Candidate, Search, as_packed, batch_of
-from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES
 from dynamic_cp.types import (
+    POOL_POLICIES,
     SHARDED,
+    STATIC_POLICIES,
     DataParallel,
     Hardware,
     MicroBatch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal, NamedTuple, get_args
@@ -33,6 +33,11 @@ STATE_EXCHANGE_USES: tuple[str, ...] = get_args(StateExchangeUse)
 
 PoolUse = Literal["off", "auto", "always"]
 POOL_USES: tuple[str, ...] = get_args(PoolUse)
+
+STATIC_POLICIES = ("static", "balanced")
+"""Policies with one CP size for all samples."""
+POOL_POLICIES: Mapping[str, PoolUse] = {"pool": "always", "with-pool": "auto"}
+"""Policies in which servers of all stages may compute attention -> the dynamic policy's use of the pool."""
 
 AUTO_CHUNK_TOKENS = 1024
 """Tokens of a loss chunk with --loss-chunk-tokens auto, times tp_size: 1.25 GB in bf16 for 152k words, and the head's

@@ -15,13 +15,13 @@ import pytest
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli.parameters import SweepInput
 from dynamic_cp.decide.cli.starting import Starter
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.sweep import Point, Space, Sweep, SweepJob, layouts_of, settings_of
 from dynamic_cp.decide.sweep.job_files import RUN, beside
 from dynamic_cp.decide.sweep.search import Found
 from dynamic_cp.decide.sweep.space import Refused
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
-from dynamic_cp.setting import Setting
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.trainer.data import tokenizer

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynamic_cp.decide.length_files import read_lengths
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.lengths.read import read_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.plans.serialize import loads
 from dynamic_cp.search.planner_process import PlannerProcess, Request

@@ -22,8 +22,8 @@ from dynamic_cp.decide.cli.options import (
 from dynamic_cp.decide.cli.parameters import KINDS, LENGTHS, MAX_SAMPLES, BatchInput, workload_names
 from dynamic_cp.decide.cli.tables import bar, can_draw, console, grouped, heading, make_table, percent, progress, tokens
 from dynamic_cp.decide.files import STDOUT, check_apart, check_suffix, check_writable, write_json, write_whole
+from dynamic_cp.decide.length_files import is_pipe, name_of
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.lengths.read import is_pipe, name_of
 
 if TYPE_CHECKING:
     import numpy as np

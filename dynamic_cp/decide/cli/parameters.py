@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from dynamic_cp.decide.cli.options import Names, Numbers, TokensOrAuto, option, options_in, options_of, taken
+from dynamic_cp.decide.setting import TP_OVERLAPS, TpOverlap
 from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.models.architecture import as_flags
 from dynamic_cp.models.catalog import hardware_of_layers, is_of_local_layers
 from dynamic_cp.models.flags import FP8_ALIGNMENTS, FP8_BLOCK, FP8_FORMATS, FP8_RECIPES
-from dynamic_cp.setting import TP_OVERLAPS, TpOverlap
 from dynamic_cp.types import (
     AUTO,
     AUTO_CHUNK_TOKENS,
@@ -120,7 +120,7 @@ class BatchInput:
     @property
     def is_file(self) -> bool:
         """Whether the lengths are a file or a pipe, not a workload or a formula."""
-        from dynamic_cp.lengths.read import STDIN  # with numpy, which --help does without
+        from dynamic_cp.decide.length_files import STDIN  # with numpy, which --help does without
 
         name = self.lengths
         if name == STDIN or self.known is not None:
@@ -216,7 +216,7 @@ class BatchInput:
     @cached_property
     def _source(self) -> str | NDArray[np.int64]:
         """What is drawn from: a pipe is read once, it holds nothing afterwards."""
-        from dynamic_cp.lengths.read import is_pipe, read_length_array
+        from dynamic_cp.decide.length_files import is_pipe, read_length_array
 
         if self.known is not None or not is_pipe(self.lengths):
             return self.lengths if self.known is None else self.known
@@ -224,7 +224,7 @@ class BatchInput:
 
     def _cut(self) -> dict[str, Any]:
         """Return what `draw_lengths` wants to know beside name, number and seed."""
-        from dynamic_cp.lengths.read import MAX_LENGTH
+        from dynamic_cp.decide.length_formats import MAX_LENGTH
 
         max_seqlen = MAX_LENGTH if self.cut_tokens is None else self.cut_tokens
         return {

@@ -15,8 +15,7 @@ from dynamic_cp.decide.cli.simulate import searched, why_fastest
 from dynamic_cp.decide.cli.tables import Progress, can_draw, console, heading, note, percent, progress, seconds
 from dynamic_cp.decide.files import STDOUT, check_apart, check_writable, write_json, write_text
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError, did_you_mean
-from dynamic_cp.setting import STATIC_POLICIES
-from dynamic_cp.types import Hardware, Plan, PlannedBatch, PoolUse, Problem, Topology, counted
+from dynamic_cp.types import STATIC_POLICIES, Hardware, Plan, PlannedBatch, PoolUse, Problem, Topology, counted
 from dynamic_cp.types.layers import in_words
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def command(
     with progress("planning") as steps:
         steps(0, 3, "lengths")
         from dynamic_cp.search.search import POLICIES
-        from dynamic_cp.setting import POOL_POLICIES
+        from dynamic_cp.types import POOL_POLICIES
 
         known = (*POLICIES, *POOL_POLICIES)
         if policy not in known:

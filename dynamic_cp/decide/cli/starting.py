@@ -16,8 +16,7 @@ from dynamic_cp.decide.sweep.flags import launcher, why_not_trained
 from dynamic_cp.decide.sweep.job_files import RUN, SUFFIXES, beside, job_file
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models import catalog
-from dynamic_cp.setting import STATIC_POLICIES
-from dynamic_cp.types import EVERY_LAYER, ModelShape
+from dynamic_cp.types import EVERY_LAYER, STATIC_POLICIES, ModelShape
 
 if TYPE_CHECKING:
     from dynamic_cp.models.architecture import Architecture

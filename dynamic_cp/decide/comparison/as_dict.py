@@ -23,8 +23,8 @@ from dynamic_cp.decide.comparison.values import (
     mean_of,
 )
 from dynamic_cp.decide.comparison.verdict import verdict_of
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.plans.serialize import digest
-from dynamic_cp.setting import Setting
 from dynamic_cp.types import ModelShape, PlanOptions, Topology
 
 SCHEMA_VERSION = 1

@@ -19,6 +19,7 @@ from dynamic_cp.decide.comparison.job import Job, SweepJob, batch_outcome, rates
 from dynamic_cp.decide.comparison.parts import PricesByPart
 from dynamic_cp.decide.comparison.values import Comparison, OtherPrice, PlanOutcome, PolicyOutcome, PoolOutcome
 from dynamic_cp.decide.plan_in_memory import fits_and_seconds, options_in_memory
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, did_you_mean
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.plans.padding import padding_fraction
@@ -28,9 +29,10 @@ from dynamic_cp.pool.search import PlannedTasks, plan_tasks
 from dynamic_cp.pricing.allowed import allowed_cp_sizes, options_serving
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import POLICIES, plan_problem
-from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
 from dynamic_cp.types import (
+    POOL_POLICIES,
     SHARDED,
+    STATIC_POLICIES,
     DataParallel,
     Hardware,
     ModelShape,

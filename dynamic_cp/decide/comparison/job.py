@@ -11,13 +11,13 @@ from dynamic_cp.decide.bounds import lower_bound
 from dynamic_cp.decide.comparison.parts import PricesByPart, prices_by_part, time_parts
 from dynamic_cp.decide.comparison.values import PlanOutcome
 from dynamic_cp.decide.sent import sent_by_plan
+from dynamic_cp.decide.setting import Setting, TpOverlap
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.pricing.allowed import exchanges_of_policy, problem_of_prices
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.work import batch_flops, length_sums, tflops_per_rank
-from dynamic_cp.setting import Setting, TpOverlap
 from dynamic_cp.types import (
     SHARDED,
     DataParallel,

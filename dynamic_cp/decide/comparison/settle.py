@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dynamic_cp.decide.comparison.values import Comparison, OtherPrice, PolicyOutcome
 from dynamic_cp.models.catalog import is_of_local_layers
-from dynamic_cp.setting import STATIC_POLICIES
+from dynamic_cp.types import STATIC_POLICIES
 
 STEPS = 30
 """Of each setting, where both are run: enough for a median without the first ones."""

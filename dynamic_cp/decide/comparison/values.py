@@ -10,8 +10,8 @@ from operator import mul
 from typing import TYPE_CHECKING
 
 from dynamic_cp.decide.comparison.parts import TimeParts, mean_parts
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.pipeline.timeline import Timeline
-from dynamic_cp.setting import Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
 if TYPE_CHECKING:

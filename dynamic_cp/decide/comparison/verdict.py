@@ -11,7 +11,7 @@ from typing import Any, Literal
 from dynamic_cp.decide.comparison.parts import PART_LABELS
 from dynamic_cp.decide.comparison.settle import Way, what_settles
 from dynamic_cp.decide.comparison.values import Comparison, OtherPrice, PlanOutcome, PolicyOutcome, Speedup
-from dynamic_cp.setting import STATIC_POLICIES
+from dynamic_cp.types import STATIC_POLICIES
 
 MIN_GAIN = 1.03
 """A gain up to this factor is not worth a change: a cost model is no more exact than that."""

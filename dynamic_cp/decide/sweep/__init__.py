@@ -12,11 +12,11 @@ Read in this order:
 """
 
 from dynamic_cp.decide.comparison.job import SweepJob
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.sweep.evaluate import Point, evaluate
 from dynamic_cp.decide.sweep.flags import launch_flags
 from dynamic_cp.decide.sweep.search import TRAINED_POLICIES, Found, Sweep, pareto_front, speedup_over, sweep
 from dynamic_cp.decide.sweep.space import Space, layouts_of, settings_of
-from dynamic_cp.setting import Setting
 
 __all__ = [
     "TRAINED_POLICIES",

@@ -16,12 +16,12 @@ from typing import Any
 from dynamic_cp.decide.bounds import lower_bound
 from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.decide.comparison.values import OtherPrice, speedup_of
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.sweep.space import MORE_ROOM, Refused
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
 from dynamic_cp.pricing.linear_prices import core_flops_per_s
 from dynamic_cp.search.search import plan_batch
-from dynamic_cp.setting import STATIC_POLICIES, Setting
-from dynamic_cp.types import Hardware
+from dynamic_cp.types import STATIC_POLICIES, Hardware
 from dynamic_cp.types.experts import Dispatcher
 
 _SLACK = 0.97

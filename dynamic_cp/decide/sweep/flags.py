@@ -9,13 +9,14 @@ from math import lcm
 from typing import Any
 
 from dynamic_cp.decide.comparison.settle import torchrun
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture, as_flags
 from dynamic_cp.models.flags import MEANINGS, Meaning
 from dynamic_cp.models.table import flag_of
-from dynamic_cp.setting import POOL_POLICIES, Setting
 from dynamic_cp.types import (
     FP32_STATE,
+    POOL_POLICIES,
     SHARDED,
     DataParallel,
     ModelShape,

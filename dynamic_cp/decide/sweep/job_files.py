@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.sweep.flags import nodes_of
-from dynamic_cp.setting import Setting
 
 SUFFIXES = (".flags", ".sbatch")
 RUN = "--mock-data --tokenizer-type NullTokenizer --eod-id 0 --lr 1e-5 --train-iters 100"

@@ -21,10 +21,10 @@ from typing import Any
 
 from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.decide.files import unwritable
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.sweep.evaluate import Point
 from dynamic_cp.decide.sweep.space import Refused
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.setting import Setting
 
 FORMAT = 1
 _KEPT = tuple(field.name for field in fields(Point) if field.name != "setting")

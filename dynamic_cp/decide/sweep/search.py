@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.decide.comparison.values import OtherPrice, Speedup, speedup_of
 from dynamic_cp.decide.comparison.verdict import judged
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.sweep.evaluate import Point, evaluate, evaluate_first, fastest_first, least_s, under_other_prices
 from dynamic_cp.decide.sweep.journal import Journal
 from dynamic_cp.decide.sweep.space import Refused, Space, exchanges_tried, layouts_of, settings_of, variants, what_helps
 from dynamic_cp.decide.sweep.workers import Run, workers
 from dynamic_cp.errors import MemoryLimitError
-from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
-from dynamic_cp.types import CpCommType, RecomputedLayers, Topology
+from dynamic_cp.types import POOL_POLICIES, STATIC_POLICIES, CpCommType, RecomputedLayers, Topology
 
 TRAINED_POLICIES = ("dynamic", *POOL_POLICIES, *STATIC_POLICIES)
 """What pretrain_gpt.py can run."""

@@ -10,13 +10,22 @@ from itertools import chain, product
 from typing import NamedTuple
 
 from dynamic_cp.decide.comparison.job import SweepJob
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pool.prices import refuse_model
 from dynamic_cp.pricing.allowed import exchanges_of_policy
-from dynamic_cp.setting import POOL_POLICIES, Setting
-from dynamic_cp.types import EVERY_LAYER, CpCommType, ModelShape, RecomputedLayers, Topology, chunk_tokens, is_placed
+from dynamic_cp.types import (
+    EVERY_LAYER,
+    POOL_POLICIES,
+    CpCommType,
+    ModelShape,
+    RecomputedLayers,
+    Topology,
+    chunk_tokens,
+    is_placed,
+)
 from dynamic_cp.types.layers import is_level
 
 MORE_ROOM = "use more GPUs or shorter samples (--max-seqlen)"

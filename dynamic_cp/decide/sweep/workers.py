@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from dynamic_cp.decide.comparison.job import SweepJob
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.search.planner_process import die_with_parent
-from dynamic_cp.setting import Setting
 
 _Result = TypeVar("_Result")
 _Function = Callable[[Setting, SweepJob], _Result]

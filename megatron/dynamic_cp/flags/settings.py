@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from dynamic_cp.models import catalog
 from dynamic_cp.models.table import NOT_NEGATIVE, POSITIVE, flag
-from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import (
     AUTO_CHUNK_TOKENS,
     CHOICES,
@@ -20,6 +19,7 @@ from dynamic_cp.types import (
     POOL_USES,
     SEARCH_EFFORTS,
     STATE_EXCHANGE_USES,
+    STATIC_POLICIES,
     CpCommType,
     DataParallel,
     PipelineLayers,

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.lengths.file import LengthFile, is_plain
-from dynamic_cp.lengths.formats import csv_rows, is_name, is_number
+from dynamic_cp.lengths.file import LengthFile, csv_rows, is_name, is_number, is_plain
 from megatron.trainer.data.source import Source, count, reading
 from megatron.trainer.data.tokenizer import Tokenizer
 

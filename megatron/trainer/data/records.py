@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamic_cp.errors import DataError
-from dynamic_cp.lengths.file import LengthFile
-from dynamic_cp.lengths.formats import open_parquet
+from dynamic_cp.lengths.file import LengthFile, open_parquet
 from megatron.trainer.data.source import reading
 
 SUFFIXES = (".jsonl.gz", ".json.gz", ".parquet")

@@ -15,9 +15,9 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.flags import ROTARY
 from dynamic_cp.models.table import POSITIVE, check_ranges, destination_of, flag_of, said
 from dynamic_cp.plans.padding import padded_seqlens
-from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import (
     EVERY_LAYER,
+    STATIC_POLICIES,
     DataParallel,
     RecomputedLayers,
     StateDtypes,

@@ -12,11 +12,11 @@ from dynamic_cp.decide.cli.app import group
 from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.decide.comparison.values import OtherPrice, speedup_of
 from dynamic_cp.decide.comparison.verdict import verdict_of
+from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.sweep import Space, sweep
 from dynamic_cp.decide.sweep.evaluate import PRICE_SETS
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.setting import Setting
 from dynamic_cp.types import DataParallel, Experts, LinearAttention, Topology
 from tests.unit.report.support import comparison
 from tests.unit.support import samples_of

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from dynamic_cp.decide import cli
+from dynamic_cp.decide.length_files import read_lengths
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.lengths.read import read_lengths
 from megatron.decide.token_lengths import token_lengths
 from megatron.trainer.data import tokenizing, workers
 from megatron.trainer.data.build import build_splits, index_entries

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamic_cp.decide import cli
+from dynamic_cp.decide import cli, length_files
 from dynamic_cp.decide.cli.parameters import KINDS
+from dynamic_cp.decide.length_files import READERS, read_length_array, read_lengths
+from dynamic_cp.decide.length_formats import COLUMNS, MAX_LENGTH
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.lengths import read
 from dynamic_cp.lengths.megatron_index import read_megatron_index
-from dynamic_cp.lengths.read import COLUMNS, MAX_LENGTH, READERS, read_length_array, read_lengths
 from tests import patience
 
 LENGTHS = [900, 12, 40, 7, 300, 64, 64, 1, 33, 250]
@@ -289,8 +289,8 @@ def test_a_pipe_that_nobody_writes_to(tmp_path: Path) -> None:
     started_s, began_s = time.monotonic(), patience.now_s()
     with pytest.raises(DataError, match=r"nobody writes to .*pipe\.txt"):
         read_lengths(tmp_path / "pipe.txt")
-    assert time.monotonic() - started_s >= read.FIRST_BYTE_S
-    assert patience.now_s() - began_s < read.FIRST_BYTE_S + 5
+    assert time.monotonic() - started_s >= length_files.FIRST_BYTE_S
+    assert patience.now_s() - began_s < length_files.FIRST_BYTE_S + 5
 
 
 def test_a_slow_writer_is_waited_for(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_an_index_needs_a_file(tmp_path: Path) -> None:
 
 
 def test_endless_devices_are_not_read_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read, "_MAX_BYTES", 1 << 24)
+    monkeypatch.setattr(length_files, "_MAX_BYTES", 1 << 24)
     with pytest.raises(DataError, match=r"/dev/zero is a device, and no end of it is in sight: give a file"):
         read_lengths("/dev/zero")
 

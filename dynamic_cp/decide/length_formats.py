@@ -3,28 +3,69 @@ space, CSV, JSON lines), and parquet files of downloaded or tokenized data sets,
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.lengths.file import COLUMNS, MAX_LENGTH, TOKEN_IDS, TOKEN_MASK, LengthFile, shortened
+from dynamic_cp.lengths.file import LengthFile, csv_rows, is_name, is_plain, open_parquet
 from dynamic_cp.lengths.megatron_index import read_megatron_index
 
 logger = logging.getLogger(__name__)
 
+COLUMNS = ("seqlen", "seq_len", "sequence_length", "length", "num_tokens", "n_tokens", "token_count")
+TOKEN_IDS, TOKEN_MASK = "input_ids", "attention_mask"
+"""Keys under which transformers keeps the tokens of a sample, and 0 for those that are padding."""
+MAX_LENGTH = 2**31 - 1
+"""The int32 `cu_seqlens` of the attention kernels count no further."""
 IndexUnit = Literal["document", "sequence"]
 NUMPY_MAGIC = b"\x93NUMPY"
 _HEADER_BYTES = 1 << 17
 """More bytes than the header of an array has."""
+_TOKENIZE = "text must be tokenized first, as `dynamic-cp lengths --tokenizer DIR` does"
+
+
+def length_of(file: LengthFile, where: str, value: object) -> int:
+    """Return `value`, found at `where`, as a length; DataError if it is none."""
+    length: Any = value
+    if isinstance(value, str):
+        try:
+            length = int(value) if is_plain(value) else None
+        except ValueError:
+            length = None
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise file.error(f"{where} is {shortened(value)}, an integer is needed: write tokens as a whole number")
+    if length < 1:
+        raise file.error(f"{where} is {shortened(length)}, a length is at least 1 token: drop it")
+    if length > MAX_LENGTH:
+        raise file.error(f"{where} is {shortened(value)}, a length is at most {MAX_LENGTH} tokens: split or drop it")
+    return length
+
+
+def _column(file: LengthFile, where: str, kind: str, names: Sequence[str]) -> str:
+    """Return the one of `names` that is known to hold lengths; DataError if none or several are."""
+    known = [name for name in names if name in COLUMNS]
+    if len(known) == 1:
+        return known[0]
+    if known:
+        raise file.error(f"{where} has the {kind}s {' and '.join(known)}: keep the one in tokens")
+    raise file.error(
+        f"{where}: none of its {len(names)} {kind}s ({shortened(', '.join(names))}) is named "
+        f"{', '.join((*COLUMNS, TOKEN_IDS))}: rename the one that counts tokens; {_TOKENIZE}"
+    )
+
+
+def shortened(value: object) -> str:
+    """Return `value` as text for a message."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or lists nested as deep
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_npy(file: LengthFile) -> NDArray[np.int64]:
@@ -53,7 +94,7 @@ def read_npy(file: LengthFile) -> NDArray[np.int64]:
     wrong = (array < 1) | (array > MAX_LENGTH)
     if wrong.any():
         entry = int(wrong.argmax())
-        file.length(f"entry {entry + 1}", int(array[entry]))
+        length_of(file, f"entry {entry + 1}", int(array[entry]))
     return array.astype(np.int64)
 
 
@@ -97,7 +138,7 @@ def read_idx(file: LengthFile, unit: IndexUnit = "document") -> NDArray[np.int64
         )
     if lengths.size and int(lengths.max()) > MAX_LENGTH:
         entry = int((tokens > MAX_LENGTH).argmax())
-        file.length(f"{unit} {entry}", int(tokens[entry]))
+        length_of(file, f"{unit} {entry}", int(tokens[entry]))
     return lengths
 
 
@@ -121,39 +162,8 @@ def read_jsonl(file: LengthFile) -> NDArray[np.int64]:
     return _as_array(file, _json_entries(file))
 
 
-def is_number(text: str) -> bool:
-    """Return whether `text` is one number."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _as_array(file: LengthFile, entries: _Entries) -> NDArray[np.int64]:
-    return np.fromiter((file.length(where, value) for where, value in entries), dtype=np.int64)
-
-
-def csv_rows(file: LengthFile) -> list[tuple[int, list[str]]]:
-    """Return the line and the cells of each row that is not blank. Raises DataError: it is no CSV, or a row has another
-    number of cells than the first: 1,000 is two."""
-    try:
-        lines = csv.reader(io.StringIO(file.text(".csv", file.read()), newline=""))
-        rows = [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(map(str.strip, row))]
-    except csv.Error as error:
-        raise file.no_lengths(".csv", f"{error}: save it as plain CSV") from error
-    for line, row in rows:
-        if len(row) != len(rows[0][1]):
-            raise file.error(
-                f"line {line} has {len(row)} cells, line {rows[0][0]} has {len(rows[0][1])}: fill or drop the row, and "
-                "write numbers without separators, 1000 for 1,000"
-            )
-    return rows
-
-
-def is_name(cell: str) -> bool:
-    """Return whether the first cell of a CSV file names its column; what begins as a number is data, even wrong."""
-    return cell[:1] not in "+-.0123456789" and not is_number(cell)
+    return np.fromiter((length_of(file, where, value) for where, value in entries), dtype=np.int64)
 
 
 def _csv_entries(file: LengthFile) -> _Entries:
@@ -162,7 +172,7 @@ def _csv_entries(file: LengthFile) -> _Entries:
         return
     header = [cell.lower() for cell in rows[0]]
     has_names = bool(set(header) & set(COLUMNS))
-    column = header.index(file.column("its header", "column", header)) if has_names or len(header) > 1 else 0
+    column = header.index(_column(file, "its header", "column", header)) if has_names or len(header) > 1 else 0
     has_header = has_names or is_name(header[0])  # a single column may have any name
     for number, row in enumerate(rows[has_header:], start=1):
         yield f"entry {number}", row[column]
@@ -184,7 +194,7 @@ def _json_entries(file: LengthFile) -> _Entries:
             where = f"line {number}, key {TOKEN_IDS!r},"
             yield where, _num_tokens(file, where, value)
         else:
-            key = file.column(f"line {number}", "key", list(value))
+            key = _column(file, f"line {number}", "key", list(value))
             yield f"line {number}, key {key!r},", value[key]
 
 
@@ -211,7 +221,7 @@ def read_parquet(file: LengthFile) -> NDArray[np.int64]:
     parts, first = [np.empty(0, np.int64)], 1
     with open_parquet(file) as table:
         names = table.schema_arrow.names
-        columns = [TOKEN_IDS] if TOKEN_IDS in names else [file.column("its schema", "column", names)]
+        columns = [TOKEN_IDS] if TOKEN_IDS in names else [_column(file, "its schema", "column", names)]
         if columns == [TOKEN_IDS] and TOKEN_MASK in names:
             columns.append(TOKEN_MASK)
         for batch in table.iter_batches(columns=columns):
@@ -221,35 +231,17 @@ def read_parquet(file: LengthFile) -> NDArray[np.int64]:
     return np.concatenate(parts)
 
 
-@contextmanager
-def open_parquet(file: LengthFile) -> Iterator[Any]:
-    """Yield `file` as pyarrow's ParquetFile; what pyarrow finds wrong with it becomes a DataError. Raises
-    UnsupportedFeatureError: pyarrow is not installed. Raises OSError: it cannot be read."""
-    try:
-        arrow: Any = import_module("pyarrow")
-        parquet: Any = import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise UnsupportedFeatureError(
-            f"{file.name} needs pyarrow, which is not installed: pip install 'megatron-dynamic-cp[parquet]'"
-        ) from error
-    file.head(1)  # pyarrow's own error hides why a file cannot be opened
-    try:
-        yield parquet.ParquetFile(file.path if file.content is None else io.BytesIO(file.content))
-    except arrow.ArrowException as error:
-        raise file.no_lengths(".parquet", f"{' '.join(str(error).split())[:200]}: copy it again") from error
-
-
 def _lengths(file: LengthFile, batch: Any, first: int) -> NDArray[np.int64]:
     (name,), (column,) = batch.schema.names, batch.columns
     if not str(column.type).startswith(("int", "uint", "null")):
         raise file.error(f"column {name} holds {column.type}, integers are needed: save whole tokens")
     if column.null_count:
-        file.length(f"entry {first + int(np.asarray(column.is_null()).argmax())}", None)
+        length_of(file, f"entry {first + int(np.asarray(column.is_null()).argmax())}", None)
     values = np.asarray(column)
     wrong = (values < 1) | (values > np.iinfo(np.int32).max)
     if wrong.any():
         entry = int(wrong.argmax())
-        file.length(f"entry {first + entry}", int(values[entry]))
+        length_of(file, f"entry {first + entry}", int(values[entry]))
     return values.astype(np.int64)
 
 
@@ -271,7 +263,7 @@ def _num_token_ids(file: LengthFile, batch: Any, first: int) -> NDArray[np.int64
         tokens = seen[ends] - seen[ends - tokens]
     if (tokens < 1).any():
         entry = int((tokens < 1).argmax())
-        file.length(f"entry {first + entry}, {TOKEN_IDS},", int(tokens[entry]))
+        length_of(file, f"entry {first + entry}, {TOKEN_IDS},", int(tokens[entry]))
     return tokens
 
 

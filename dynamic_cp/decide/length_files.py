@@ -13,15 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.errors import DataError, DynamicCPError, InvalidInputError
-from dynamic_cp.lengths.file import COLUMNS as COLUMNS
-from dynamic_cp.lengths.file import MAX_LENGTH as MAX_LENGTH
-from dynamic_cp.lengths.file import LengthFile
-from dynamic_cp.lengths.formats import (
+from dynamic_cp.decide.length_formats import (
     NUMPY_MAGIC,
     PARQUET_MAGIC,
     IndexUnit,
-    is_number,
     read_csv,
     read_idx,
     read_jsonl,
@@ -29,6 +24,8 @@ from dynamic_cp.lengths.formats import (
     read_parquet,
     read_txt,
 )
+from dynamic_cp.errors import DataError, DynamicCPError, InvalidInputError
+from dynamic_cp.lengths.file import LengthFile, is_number
 from dynamic_cp.lengths.megatron_index import MAGIC as INDEX_MAGIC
 
 STDIN = "-"

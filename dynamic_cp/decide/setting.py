@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dynamic_cp.types import (
     EVERY_LAYER,
+    POOL_POLICIES,
+    STATIC_POLICIES,
     CpCommType,
     PipelineLayers,
     PlanOptions,
-    PoolUse,
     Recompute,
     RecomputedLayers,
     SearchEffort,
@@ -19,16 +19,10 @@ from dynamic_cp.types import (
 )
 from dynamic_cp.types.layers import in_words
 
-STATIC_POLICIES = ("static", "balanced")
-"""Policies with one CP size for all samples."""
-
 TpOverlap = Literal["none", "static", "all"]
 TP_OVERLAPS: tuple[str, ...] = get_args(TpOverlap)
 """Jobs whose TP collectives overlap with GEMMs. Userbuffers have one shape: a static job can pad each pack to it, which
 is priced as free, so "static" gives a baseline the most it can gain; dynamic CP has no such shape."""
-
-POOL_POLICIES: Mapping[str, PoolUse] = {"pool": "always", "with-pool": "auto"}
-"""Policies in which servers of all stages may compute attention -> the dynamic policy's use of the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
