@@ -14,10 +14,10 @@ from dynamic_cp.decide.plan_in_memory import plan_in_memory
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.global_batch import GlobalBatch
-from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pricing.allowed import widest_bucket
+from dynamic_cp.pricing.allowed import limit_that_holds, widest_bucket
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.table import linear_parts
 from dynamic_cp.types import Bucket, Mask, MicroBatch, PlannedBatch, Problem, Sample
 
 
@@ -57,7 +57,7 @@ def plan_longer_alone(batch: GlobalBatch, problem: Problem, *, check_memory: boo
         return replace(bucket, samples=tuple(samples[one.sample_id] for one in bucket.samples))
 
     rows = [MicroBatch(buckets=tuple(map(true, row.buckets))) for row in planned.plan.micro_batches]
-    limit = max(rank_tokens(one, problem.topology.rank_token_multiple) for row in rows for one in row.buckets)
+    limit = limit_that_holds(int(batch.seqlens.max()), problem.topology, problem.options)
     plan = replace(planned.plan, micro_batches=tuple(rows), max_tokens_per_rank=limit)
     check_plan(plan, samples)
     problem = replace(problem, options=replace(problem.options, max_tokens_per_rank=limit))
@@ -74,12 +74,7 @@ def plan_longer_alone(batch: GlobalBatch, problem: Problem, *, check_memory: boo
 
 
 def _heavier(sample: Sample, capacity: int, prices: CostModel) -> Mask:
-    """Return the mask with which `capacity` tokens on a lane take as long as `sample`, whose price is linear in it."""
-
-    def duration(tokens: int, squared: int) -> float:
-        cost = prices.cost(1, 0, tokens, squared)
-        return cost.forward_s + cost.backward_s
-
-    square = capacity * capacity
-    rest = duration(sample.seqlen, sample.seqlen * sample.seqlen) - duration(capacity, square)
-    return _Heavier(square + round(rest / (duration(capacity, 2 * square) - duration(capacity, square)) * square))
+    """Return the mask with which `capacity` tokens on a lane compute as long as `sample`, host and exchanges apart."""
+    terms = prices.table.level_terms[int(prices.table.first_option[0, 0])]
+    _, per_token, per_token2 = linear_parts(terms).sum(axis=0).tolist()
+    return _Heavier(sample.seqlen**2 + round(per_token / per_token2 * (sample.seqlen - capacity)))

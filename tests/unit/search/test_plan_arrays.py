@@ -133,6 +133,14 @@ def test_lanes_beside_a_longer_sample_do_the_rest() -> None:
         planned([200, 200, 30], max_cp_size=1).packs()
 
 
+def test_a_longer_sample_runs_alone_where_the_host_decides() -> None:
+    job = {"model": "qwen2.5-7b", "hardware": "h100", "tp_size": 4, "sequence_parallel": True}
+    plan = plan_lengths(
+        [3000, 500], num_lanes=2, max_tokens_per_rank=1024, max_cp_size=1, check_memory=False, overlong="alone", **job
+    )
+    assert plan.packs() == [[[0]], [[1]]]
+
+
 SLIMES = (
     ((0,), (14,), (11, 15), (6, 9, 10, 12)), ((1,), (7,), (2, 4, 8), (3, 5, 13)),
 )  # fmt: skip
