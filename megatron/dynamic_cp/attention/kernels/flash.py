@@ -10,10 +10,13 @@ Shapes: T tokens (rows or columns), H heads, D channels of a head.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.packs import Pack
+if TYPE_CHECKING:  # the doctor asks this module before it knows whether megatron-core can be imported
+    from megatron.dynamic_cp.attention.packs import Pack
 
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
