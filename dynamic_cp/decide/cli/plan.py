@@ -112,7 +112,7 @@ def _plan(
     from dynamic_cp.decide.plan_in_memory import options_in_memory, plan_in_memory
     from dynamic_cp.plans.padding import padding_fraction
     from dynamic_cp.plans.serialize import digest
-    from dynamic_cp.pricing.allowed import problem_of_prices
+    from dynamic_cp.pricing.allowed import allowed_cp_sizes, problem_of_prices
     from dynamic_cp.pricing.cost_model import CostModel
 
     samples = batch.draw_one()
@@ -140,7 +140,9 @@ def _plan(
         data_parallel=job.data_parallel,
     )
     finds_limit = limit_from_memory and policy == "dynamic" and options.pool == "off"
-    _say(how_long(topology, len(samples), topology.max_cp_size.bit_length() if finds_limit else 1))
+    num_plans = len(allowed_cp_sizes(topology, options)) if finds_limit else 1
+    if text := how_long(topology, len(samples), num_plans):
+        click.echo(f"dynamic-cp: {text}", err=True)
     if finds_limit:
         problem, limit_from_memory = replace(problem, options=options_in_memory(problem, (samples,))), False
     planned, memory = plan_in_memory(samples, problem, limit_from_memory=limit_from_memory)
@@ -165,11 +167,6 @@ def _plan(
         "digest": digest(planned.plan),
     }
     return planned, figures
-
-
-def _say(text: str) -> None:
-    if text:
-        click.echo(f"dynamic-cp: {text}", err=True)
 
 
 def how_long(topology: Topology, num_samples: int, num_plans: int) -> str:

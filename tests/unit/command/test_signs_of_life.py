@@ -17,7 +17,7 @@ import pytest
 
 from dynamic_cp import __version__
 from dynamic_cp.decide import cli
-from dynamic_cp.decide.cli import tables
+from dynamic_cp.decide.cli import plan, tables
 from dynamic_cp.decide.cli.app import COMMANDS, TRAINING_COMMANDS
 from dynamic_cp.decide.cli.plan import how_long
 from dynamic_cp.decide.first_day import command as first_day
@@ -102,6 +102,15 @@ def test_a_plan_for_very_many_lanes_says_how_long_it_will_take(lanes: int, sampl
     text = how_long(Topology(num_lanes=lanes), samples, plans)
     assert text.startswith(says)
     assert bool(text) == bool(says)
+
+
+def test_plans_of_a_limit_from_memory_are_as_many_as_allowed_cp_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(plan, "how_long", lambda topology, samples, num_plans: told.append(num_plans) or "")
+    job = ["plan", "--lengths", "github", "--global-batch-size", "8", "--max-seqlen", "2048", "--lanes", "8"]
+    assert cli.main([*job, "--max-dynamic-cp-size", "2"]) == 0
+    assert cli.main([*job, "--max-tokens-per-rank", "2048"]) == 0
+    assert told == [2, 1]
 
 
 def test_a_sweep_says_what_is_tried_and_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
