@@ -345,11 +345,18 @@ def run_chunks_on_this_rank(layout: parity.Layout) -> None:
     [
         parity.Layout(1, pp=2, vpp=2, config={"hidden_dropout": 0.1}),
         parity.Layout(1, tp=2, sp=True, distributed_optimizer=True),
+        parity.Layout(
+            1,
+            tp=3,
+            sp=True,
+            config={"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 16, "ffn_hidden_size": 252},
+        ),
     ],
-    ids=["pp2_vpp2_dropout", "tp2_sp_distributed_optimizer"],
+    ids=["pp2_vpp2_dropout", "tp2_sp_distributed_optimizer", "tp3_sp"],
 )
-def test_a_pack_through_the_chunks_leaves_no_trace(layout: parity.Layout) -> None:
-    run_ranks(2, run_chunks_on_this_rank, layout, timeout_s=60)
+def test_a_pack_through_the_chunks_leaves_no_trace(layout: parity.Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "VOCAB_SIZE", 252)
+    run_ranks(layout.topology.world_size, run_chunks_on_this_rank, layout, timeout_s=60)
 
 
 def run_out_of_memory() -> str:
@@ -411,7 +418,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.by_day("pretrain_gpt.py-empty-2.20.2")
+@pytest.mark.by_day("pretrain_gpt.py-empty-2.20.2", "doctor-empty-2.20.2")
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("command", ["pretrain_gpt.py", "doctor"])

@@ -22,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.errors import MemoryLimitError
+from dynamic_cp.plans.padding import rank_multiple
 from dynamic_cp.types import RING_ALONE, Attention, CpCommType, is_placed, needs_latents
 from megatron.dynamic_cp.attention.thd import EXECUTORS
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, groups_of
@@ -147,8 +148,7 @@ def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
     """Attend once to a pack of each kind, and run one pack of the token limit through each chunk. Collective, on CUDA.
 
     Gradients are zero afterwards, random states as before. A step needs more memory, for the optimizer's state and a
-    pipeline's other micro-batches (see the memory model). MemoryLimitError, on this rank only, if the limit does not
-    fit.
+    pipeline's other micro-batches (see the memory model). MemoryLimitError, on this rank only: the limit does not fit.
     """
     logger.info("%s", environment.describe())
     config, chunks, groups, device = built.config, built.chunks, runtime.groups, runtime.device
@@ -176,11 +176,12 @@ def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
         ),
         limit,
     )
+    attended = time.perf_counter()
     if runtime.model_shape.linear_attention is not None:
         tune = import_module("megatron.decide.linear_warm_up").warm_up  # no part of the core: asked for by name
         given = groups, runtime.model_shape, runtime.options, tp_size, config.params_dtype, device
         logger.info("%s", _within_memory(lambda: tune(*given), limit))
-    attended = time.perf_counter()
+    tuned = time.perf_counter()
     with as_if_nothing_was_routed(chunks):
         _within_memory(lambda: run_chunks(config, chunks, built.wrapped, groups, limit, device), limit)
     logger.info(
@@ -191,7 +192,7 @@ def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
         attended - started,
         sent,
         limit,
-        time.perf_counter() - attended,
+        time.perf_counter() - tuned,
         torch.cuda.max_memory_reserved(device) / 1e9,
     )
 
@@ -215,9 +216,8 @@ def run_chunks(
     Gradients are zero afterwards, random states as before. Collective among tensor-parallel ranks."""
     tp_size = config.tensor_model_parallel_size
     shares = tp_size if config.sequence_parallel else 1
-    seqlens = pack_of(
-        num_tokens - num_tokens % (shares * token_alignment(config)), 1, PACKED_SEQUENCES[0]
-    )  # as plans do
+    multiple = rank_multiple(2, shares * token_alignment(config))  # of two zigzag chunks, as packs of one lane are cut
+    seqlens = pack_of(num_tokens - num_tokens % multiple, 1, PACKED_SEQUENCES[0])
     num_tokens = sum(seqlens)
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = (torch.get_rng_state(), torch.cuda.get_rng_state(), tracker.get_states())
