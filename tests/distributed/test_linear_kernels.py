@@ -376,6 +376,14 @@ def expected_bytes(sizes: LinearAttention, options: PlanOptions, way: StateExcha
 )
 def test_a_layer_keeps_what_the_memory_model_says(kind: str, repeated: list[str]) -> None:
     more = {"recompute_granularity": "selective", "recompute_modules": repeated} if repeated else {}
+    check_kept(kind, more, repeated)
+
+
+def test_another_norm_is_computed_again_too() -> None:
+    check_kept("gated_delta_net", {"normalization": "LayerNorm"}, [])
+
+
+def check_kept(kind: str, more: dict[str, Any], repeated: list[str]) -> None:
     (found,) = run_ranks(1, kept_bytes, kind, more, LANES)
     config = reference.transformer_config(KINDS[kind][1], hidden_size=HIDDEN, **KINDS[kind][2])
     sizes = linear_attention_of(config)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from megatron.dynamic_cp.attention.linear import thd
-from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
+from megatron.dynamic_cp.attention.linear.portable import computed_again
 from megatron.dynamic_cp.attention.packs import exact_dtype
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.model.adapters import NAME, OUTER
@@ -148,9 +148,7 @@ class LinearAttentionLayer(MegatronModule):
         raise NotImplementedError
 
     def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
-        """Return the output of the heads, [T, heads * value width], of sections [T, rows]: those that are not convolved
-        by their names, the others as TOGETHER.
-        """
+        """Return the output of the heads, [T, heads * value width]. Sections, [T, rows], that are convolved are one."""
         raise NotImplementedError
 
     def _gated(self, found: Tensor, z: Tensor) -> Tensor:
@@ -166,9 +164,7 @@ class LinearAttentionLayer(MegatronModule):
 
     def _draw_in_sections(self, weight: Tensor) -> None:
         """Draw the first projection alike for any number of TP ranks, where they draw it as a whole: on the CPU.
-
-        megatron-core cuts the whole by ranks, so that its rows come in that order: of each rank, of each section.
-        """
+        megatron-core cuts the whole by ranks, so that its rows come in that order: of each rank, of each section."""
         self.config.init_method(weight)
         if self.tp_size > 1 and len(weight) == sum(self.rows.values()) * self.tp_size:
             sections = weight.split([rows * self.tp_size for rows in self.rows.values()])
@@ -284,11 +280,8 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
                 parameter.register_hook(lambda gradient: gradient * self.tp_size)
 
     def _sections(self) -> dict[str, int]:
-        keys, values, heads = (
-            self.sizes.num_groups * self.sizes.key_size,
-            self.sizes.value_channels,
-            self.sizes.num_heads,
-        )
+        keys, values = self.sizes.num_groups * self.sizes.key_size, self.sizes.value_channels
+        heads = self.sizes.num_heads
         return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
 
     def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
@@ -297,7 +290,7 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
         decay = -self.A_log.to(exact).exp() * softplus(alpha.to(exact) + self.dt_bias)
 
         def attend(*given: Tensor) -> Tensor:
-            return gated_delta_net_thd(*given, params, self.sizes)
+            return thd.gated_delta_net_thd(*given, params, self.sizes)
 
         convolved, beta = sections[TOGETHER], sections["beta"].sigmoid()
         return self._core(attend, convolved, beta, decay, self.conv1d.weight).flatten(1)
@@ -305,8 +298,12 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
     def _gated(self, found: Tensor, z: Tensor) -> Tensor:
         config, exact = self.config, exact_dtype(found)
         if config.normalization != "RMSNorm":
-            by_head = self.out_norm(found.unflatten(1, (self.sizes.num_heads, -1)))
-            return (by_head.flatten(1) * silu(z.to(exact))).to(found.dtype)
+
+            def compute(found: Tensor, z: Tensor) -> Tensor:
+                by_head = self.out_norm(found.unflatten(1, (self.sizes.num_heads, -1)))
+                return (by_head.flatten(1) * silu(z.to(exact))).to(found.dtype)
+
+            return computed_again(compute, found, z)
         weight = (self.out_norm.weight.to(exact) + config.layernorm_zero_centered_gamma).repeat(self.sizes.num_heads)
         norm = thd.choose_linear_kernel(found.device, self.sizes).gated_norm
         return norm(found, z, weight, config.layernorm_epsilon, self.sizes.value_size, False)
@@ -333,7 +330,7 @@ class DynamicCPMamba(LinearAttentionLayer):
         steps = softplus(sections["dt"].to(exact) + self.dt_bias.to(exact))
 
         def attend(*given: Tensor) -> Tensor:
-            return mamba2_thd(*given, params, self.sizes)
+            return thd.mamba2_thd(*given, params, self.sizes)
 
         conv = self.conv1d
         return self._core(attend, convolved, steps, self.A_log, self.D, conv.weight, conv.bias).flatten(1)

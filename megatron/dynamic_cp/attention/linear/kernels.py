@@ -226,11 +226,11 @@ def _results(
     scanned, last = kernel.scan(steps, runs, tensors[-1])
     assert scanned is not None
     flat, gates_first = steps.v_THV.flatten(1), steps.beta_TH is None
-    normed = kernel.gated_norm(scanned.flatten(1), flat, tensors[2][: flat.shape[1]], 1e-5, flat.shape[1], gates_first)
+    width = flat.shape[1] // (steps.k_THK if gates_first else steps.v_THV).shape[1]  # of a group; of a head
+    normed = kernel.gated_norm(scanned.flatten(1), flat, tensors[2][: flat.shape[1]], 1e-5, width, gates_first)
     outputs = (convolved, scanned, last, normed)
     names = ("the convolution", "the output", "the state behind runs", "the gated norm")
-    for name, output in zip(names, outputs, strict=True):
-        yield name, output.detach()
+    yield from zip(names, (output.detach() for output in outputs), strict=True)
     weights = [torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype) for out in outputs]
     for name, grad in zip(_INPUTS[steps.beta_TH is None], torch.autograd.grad(outputs, tensors, weights), strict=True):
         yield f"the gradient of {name}", grad
