@@ -24,7 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.planner.report import inserted
+from benchmarks.planner.report import inserted, table
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.report.drawing import (
     SMALL_PT,
@@ -37,6 +37,7 @@ from dynamic_cp.decide.report.drawing import (
     save,
 )
 from dynamic_cp.decide.report.theme import THEMES, Theme, contrast
+from tools.quoted_figures import gain, range_of, verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,6 +60,8 @@ SAMPLES = {64: 256, 512: 1024}
 """GPUs -> samples of a global batch; a quarter of them where lengths are long."""
 VERDICTS = ("gains", "may pay", "does not pay", "loses")
 """The words of the command, the best first."""
+Swept = dict[str, Any]
+"""What `dynamic-cp sweep --json` wrote."""
 
 
 class Cell(NamedTuple):
@@ -82,26 +85,13 @@ class Cell(NamedTuple):
 CELLS = tuple(Cell(lengths, model, gpus) for gpus in SAMPLES for lengths in LENGTHS for model in MODELS)
 
 
-class Found(NamedTuple):
-    """What a sweep says of a cell: the gain over the best static CP with its interval, and under other prices."""
-
-    verdict: str
-    ratio: float
-    low: float
-    high: float
-    other_low: float
-    other_high: float
-    settings: tuple[str, str]
-    """Dynamic and static: seconds and layout."""
-
-
 def kept(cell: Cell) -> Path:
     """Return where the figures of a cell are kept; the name ends in .json, that of its unfinished search in .jsonl."""
     return FOLDER / (re.sub(r"[^\w.]+", "-", cell.words) + ".json")
 
 
-def find(cell: Cell) -> Found:
-    """Return what the cell's command says, from the folder where it has been run."""
+def find(cell: Cell) -> Swept:
+    """Return what `dynamic-cp sweep --json` wrote of the cell; a cell without a file is swept first."""
     done = kept(cell)
     if not done.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
@@ -112,18 +102,8 @@ def find(cell: Cell) -> Found:
             raise SystemExit(status)
         Path(f"{done}.part").rename(done)
         print(f"{time.perf_counter() - begin_s:.0f} s", file=sys.stderr, flush=True)
-    return found_in(json.loads(done.read_text(encoding="utf-8")))
-
-
-def found_in(result: dict[str, Any]) -> Found:
-    """Return a cell of what `dynamic-cp sweep --json` wrote."""
-    speedup = result["speedup"]["balanced"]
-    others = [one["ratio"] for one in result["other_prices"].values()]
-    says = re.search("|".join(VERDICTS), result["verdict"]["headline"])
-    assert says, result["verdict"]["headline"]
-    settings = tuple(_setting(result["policies"][name]["best"]) for name in ("dynamic", "balanced"))
-    interval = (speedup["ratio"], speedup["low"], speedup["high"])
-    return Found(says[0], *interval, min(others), max(others), settings)  # type: ignore[arg-type]
+    swept: Swept = json.loads(done.read_text(encoding="utf-8"))
+    return swept
 
 
 def _setting(best: dict[str, Any]) -> str:
@@ -133,22 +113,23 @@ def _setting(best: dict[str, Any]) -> str:
     return f"{best['iteration_s']:.3f} s ({', '.join(sizes + recomputed) or 'TP 1'})"
 
 
-def table(cells: Sequence[tuple[Cell, Found]]) -> list[str]:
-    """Return the lines of a Markdown table, a row for each cell."""
+def table_of(cells: Sequence[tuple[Cell, Swept]]) -> str:
+    """Return a Markdown table, a row for each cell."""
     rows = [
-        "| lengths | model | GPUs | dynamic | best static | gain | under other prices | verdict |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        (
+            *cell,
+            *(_setting(swept["policies"][name]["best"]) for name in ("dynamic", "balanced")),
+            gain(swept, "balanced", named=False),
+            range_of(swept),
+            verdict(swept),
+        )
+        for cell, swept in cells
     ]
-    rows += [
-        f"| {cell.lengths} | {cell.model} | {cell.gpus} | {' | '.join(one.settings)} | "
-        f"{one.ratio:.2f}x ({one.low:.2f}..{one.high:.2f}) | {one.other_low:.2f}..{one.other_high:.2f}x | "
-        f"{one.verdict} |"
-        for cell, one in cells
-    ]
-    return rows
+    header = "lengths | model | GPUs | dynamic | best static | gain | under other prices | verdict"
+    return table(header, rows, left=8)
 
 
-def picture(cells: Sequence[tuple[Cell, Found]], theme: Theme) -> Figure:
+def picture(cells: Sequence[tuple[Cell, Swept]], theme: Theme) -> Figure:
     """Return the map: a panel for each number of GPUs, a row for each kind of lengths, a column for each model."""
     figure = new_figure(WIDE_IN, 0.52 * len(LENGTHS) + 1.2)
     colors = dict(zip(VERDICTS, (theme.series[2], theme.series[0], theme.band, theme.series[1]), strict=True))
@@ -159,12 +140,13 @@ def picture(cells: Sequence[tuple[Cell, Found]], theme: Theme) -> Figure:
         panel.set_xticks([at + 0.5 for at in range(len(MODELS))], [name.replace("next-", "next-\n") for name in MODELS])
         panel.set_yticks([at + 0.5 for at in range(len(LENGTHS))], [name.replace(", ", ",\n", 1) for name in LENGTHS])
         for (row, lengths), (column, model) in product(enumerate(LENGTHS), enumerate(MODELS)):
-            one = found.get(Cell(lengths, model, gpus))
-            color = theme.background if one is None else colors[one.verdict]
+            color, text = theme.background, "not planned"
+            if swept := found.get(Cell(lengths, model, gpus)):
+                color = colors[verdict(swept)]
+                text = f"{swept['speedup']['balanced']['ratio']:.2f}x\n{range_of(swept).rstrip('x')}"
             place = Rectangle(column, column + 1, row, row + 1)
             add_rectangles(panel, [place], color, edgecolor=theme.background, linewidth=2)
             ink = max((theme.ink, theme.background), key=lambda ink, color=color: contrast(ink, color))
-            text = "not planned" if one is None else f"{one.ratio:.2f}x\n{one.other_low:.2f}..{one.other_high:.2f}"
             panel.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=SMALL_PT - 1, color=ink)
     add_legend(figure, list(colors.items()), width_in=WIDE_IN, title="dynamic CP; below: the gain under other prices")
     return figure
@@ -182,18 +164,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         write([(cell, find(cell)) for cell in CELLS if kept(cell).exists()])
         return 0
     cells = [cell for cell in CELLS if any(word in cell.words for word in given.only)]
-    print("\n".join(table([(cell, find(cell)) for cell in cells])))
+    print(table_of([(cell, find(cell)) for cell in cells]))
     return 0
 
 
-def write(cells: Sequence[tuple[Cell, Found]]) -> None:
+def write(cells: Sequence[tuple[Cell, Swept]]) -> None:
     """Put the table into decide.md, and the picture beside it."""
     rest = len(CELLS) - len(cells)
-    lines = [*table(cells), "", f"Modelled on {datetime.date.today()}, four batches each", "", "```text"]
-    lines[-3] += f"; {rest} cells are not planned yet." if rest else "."
-    lines += [f"dynamic-cp {cell.words}" for cell, _ in cells]
+    missing = f"; {rest} cells are not planned yet" if rest else ""
+    said = f"Modelled on {datetime.date.today()}, four batches each{missing}."
+    commands = [f"dynamic-cp {cell.words}" for cell, _ in cells]
+    lines = [table_of(cells), "", said, "", "```text", *commands, "```"]
     page = DOCS / "how-to" / "decide.md"
-    text = inserted(page.read_text(encoding="utf-8"), {"where-it-pays": "\n".join([*lines, "```"])})
+    text = inserted(page.read_text(encoding="utf-8"), {"where-it-pays": "\n".join(lines)})
     page.write_text(text, encoding="utf-8")
     for name, theme in THEMES.items():
         save(DOCS / "images" / f"where-it-pays-{name}.svg", partial(picture, cells), theme, transparent=True)
