@@ -217,9 +217,12 @@ def pairs_markdown(results: Sequence[Modelled]) -> str:
 def waits_markdown(results: Sequence[Modelled]) -> str:
     """Return what is missing of runs whose host waited for the device once for each sample in every exchange."""
     rows = []
-    for run, one in ((one.run, one) for one in results if one.run.group == "packs in TransformerEngine 2.16"):
+    for one in results:
+        run = one.run
+        if run.group != "packs in TransformerEngine 2.16":
+            continue
         (layers,) = run.model.stages(1)
-        attending = layers.sum(lambda layer: layer.query_size > 0)
+        attending = layers.attention.num_layers
         missing_s = (run.published_s - one.iteration_s) * run.num_groups / run.global_batch_size / attending
         cells = f"{run.published_s:.2f}", f"{one.iteration_s:.2f}", run.micro_batch_size, f"{attending:.0f}"
         rows.append([run.name, *cells, f"{1e3 * missing_s:.2f}"])
@@ -233,8 +236,9 @@ def memory_markdown(results: Sequence[Modelled]) -> str:
     for one in refused:
         if not one.run.is_held:
             continue
-        needed, allowed, there = (f"{size / 1e9:.0f}" for size in (one.peak_bytes, one.available_bytes, one.hbm_bytes))
-        by = "beyond the device" if one.peak_bytes > one.hbm_bytes else "in the reserve"
+        hbm_bytes = one.run.hardware.hbm_bytes
+        needed, allowed, there = (f"{size / 1e9:.0f}" for size in (one.peak_bytes, one.available_bytes, hbm_bytes))
+        by = "beyond the device" if one.peak_bytes > hbm_bytes else "in the reserve"
         rows.append([one.run.name, one.run.layout, needed, allowed, there, by])
     sharded, others = ([one.is_refused for one in results if one.run.is_held is is_so] for is_so in (False, True))
     said = (
@@ -248,6 +252,8 @@ def memory_markdown(results: Sequence[Modelled]) -> str:
 def sentence_markdown(results: Sequence[Modelled]) -> str:
     """Return what README says of the model: the groups that are nearest to this project beside the best one."""
     groups = {name: errors_of(members) for name, members in groups_of(results).items()}
+    packed = groups["packed fine-tuning"]
+    number = "one run" if packed.num_runs == 1 else f"{packed.num_runs} runs"
 
     def of(name: str) -> str:
         return f"{groups[name].median:.2f} (rms error {percent(groups[name].rms)})"
@@ -257,7 +263,7 @@ def sentence_markdown(results: Sequence[Modelled]) -> str:
         f"median: dense on H100 {of('dense')},\n  in FP8 {of('FP8')}, experts {of('experts')}, hybrids "
         f"{of('hybrids')}, long context {of('long context')}\n  and "
         f"{groups['long context, other kernels'].median:.2f} with other kernels of attention, short packed fine-tuning "
-        f"{groups['packed fine-tuning'].median:.2f} (one run).\n  Dynamic CP is for these two: measure first."
+        f"{packed.median:.2f} ({number}).\n  Dynamic CP is for these two: measure first."
     )
 
 

@@ -7,6 +7,7 @@ the run's micro-batch size. Not priced: the optimizer's step, data and logging, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import cast
 
 from benchmarks.backtest.runs import Run
@@ -33,26 +34,31 @@ LOGITS_OF_FUSED_LOSS = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modelled:
-    """What the project says of a run.
+    """What the project says of a run. Its memory is that on the run's own hardware.
 
     Attributes:
         iteration_s: seconds of a step.
         reduction_s: those of them in which lanes reduce gradients or gather parameters and nothing hides it.
-        peak_bytes: memory of the rank that needs most.
-        available_bytes: memory that planning allows; hbm_bytes: that there is.
     """
 
     run: Run
     iteration_s: float
     reduction_s: float
-    peak_bytes: float
-    available_bytes: float
-    hbm_bytes: float
 
     @property
     def ratio(self) -> float:
         """Modelled over published seconds; above 1 the model is too slow."""
         return self.iteration_s / self.run.published_s
+
+    @property
+    def peak_bytes(self) -> float:
+        """Memory of the rank that needs most."""
+        return max(stage.total_bytes for stage in stages_of(self.run))
+
+    @property
+    def available_bytes(self) -> float:
+        """Memory that planning allows."""
+        return MemoryModel(problem_of(self.run)).available_bytes
 
     @property
     def is_refused(self) -> bool:
@@ -114,22 +120,16 @@ def plan_of(run: Run) -> Plan:
 
 
 def modelled(run: Run, hardware: Hardware | None = None, *, overlaps: bool = True) -> Modelled:
-    """Return seconds and memory of a step of `run`. Without `overlaps`, gradients and parameters never overlap."""
+    """Return the seconds of a step of `run`. Without `overlaps`, gradients and parameters never overlap."""
     problem, plan = problem_of(run, hardware), plan_of(run)
     if not overlaps:
         exposed = replace(problem.data_parallel, overlap_grad_reduce=False, overlap_param_gather=False)
         problem = replace(problem, data_parallel=exposed)
     timeline = simulate(plan, CostModel(problem))
-    return Modelled(
-        run=run,
-        iteration_s=timeline.iteration_s,
-        reduction_s=timeline.gradient_reduction_s,
-        peak_bytes=max(stage.total_bytes for stage in stages_of(run)),
-        available_bytes=MemoryModel(problem).available_bytes,
-        hbm_bytes=problem.hardware.hbm_bytes,
-    )
+    return Modelled(run=run, iteration_s=timeline.iteration_s, reduction_s=timeline.gradient_reduction_s)
 
 
+@cache
 def stages_of(run: Run) -> tuple[StageMemory, ...]:
     """Return the memory of each stage as published runs have it: a fused loss where the source says so, and kernels of
     Mamba that compute again what this project's keep unless core attention is recomputed."""
