@@ -58,16 +58,19 @@ def check(plan: str, lengths: str | None) -> None:
         ) from error
     if b"\0" in text or text.startswith(b"\x1f\x8b"):
         raise InvalidInputError(f"{name} is binary, a plan is JSON: give a file that `plan --output` wrote")
-    try:
-        judged = loads(text)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{name}: {error}", **error.details) from error
     samples = None
-    with progress("checking") as steps:
-        steps(0, 1, name)
+    with progress(f"checking {name}") as steps:
+        steps(0, 3, "reading")
+        try:
+            judged = loads(text)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{name}: {error}", **error.details) from error
         if lengths:
             samples = tuple(Sample(sample_id=i, seqlen=seqlen) for i, seqlen in enumerate(read_lengths(lengths)))
+        steps(1, 3, "rules")
         check_plan(judged, samples)
+        steps(2, 3, "digest")
+        plan_digest = digest(judged)
     num_samples = sum(1 for _ in judged.samples)
     placed = f", {judged.num_placed} of them placed" if judged.num_placed else ""
     if judged.extension is not None:
@@ -76,7 +79,7 @@ def check(plan: str, lengths: str | None) -> None:
         f"legal: {counted(judged.num_microbatches, 'micro-batch')}, {counted(num_samples, 'sample')}, "
         f"{judged.num_tokens} tokens, buckets {format_cp_sizes(judged.cp_histogram)}{placed}"
     )
-    click.echo(f"digest: {digest(judged)}")
+    click.echo(f"digest: {plan_digest}")
 
 
 _LISTED = {

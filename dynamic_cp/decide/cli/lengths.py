@@ -101,7 +101,7 @@ def command(
         _list_workloads(out, json)
         return
     described = {}
-    with progress("counting tokens") as steps:
+    with progress("reading lengths" if tokenizer is None else "counting tokens") as steps:
         for number, name in enumerate(names):
             steps(number, len(names), name)
             known = None if tokenizer is None else _tokens(name, tokenizer, json_key or "text", chat_template)
