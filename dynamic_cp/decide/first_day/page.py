@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,13 +26,13 @@ _ALT = "Measured times, and the cost model's"
 
 
 class Section(NamedTuple):
-    """A table, and what is said below it; `picture`: an SVG element, "" for none."""
+    """A table, and what is said below it; `picture` draws an SVG element, None: there is none."""
 
     title: str
     labels: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
-    picture: str = ""
+    picture: Callable[[], str] | None = None
 
 
 class Page(NamedTuple):
@@ -50,7 +50,7 @@ class Page(NamedTuple):
             head = f"| {' | '.join(one.labels)} |", f"|{' --- |' * len(one.labels)}"
             lines += [f"## {one.title}", "", *head, *rows, ""]
             lines += [f"**{one.note}**", ""] * bool(one.note)
-            lines += [f"![{_ALT}]({PICTURE})", ""] * bool(one.picture)
+            lines += [f"![{_ALT}]({PICTURE})", ""] * (one.picture is not None)
         return "\n".join(lines)
 
     def as_html(self, command: str) -> str:
@@ -87,7 +87,7 @@ def page_of(day: Day, device: str, states: Mapping[str, State]) -> Page:
     return Page(f"First day on {device}", about, found)
 
 
-def _section(title: str, labels: Sequence[str], rows: Iterable[Sequence[str]], **more: str) -> Iterator[Section]:
+def _section(title: str, labels: Sequence[str], rows: Iterable[Sequence[str]], **more: Any) -> Iterator[Section]:
     """Yield a section; nothing if it has no rows."""
     if found := list(rows):
         yield Section(title, labels, found, **more)
@@ -142,9 +142,9 @@ def _calibration(day: Day) -> Iterator[Section]:
         )
         for one in found.errors
     )
-    wrong, picture = found.why_not_good(), ""
-    if (day.folder / PICTURE).exists():
-        picture = inline_svg(partial(measured_against_fitted, measured.setup, found), name="calibration", label=_ALT)
+    draw = partial(measured_against_fitted, measured.setup, found)
+    is_drawn, wrong = (day.folder / PICTURE).exists(), found.why_not_good()
+    picture = partial(inline_svg, draw, name="calibration", label=_ALT) if is_drawn else None
     note = f"Not good yet: {wrong}." if wrong else ""
     yield from _section("Calibration", _OF_FITS, errors, note=note, picture=picture)
     numbers = (name for name in found.changed if getattr(base, name) != getattr(found.hardware, name))
