@@ -1,4 +1,4 @@
-"""Plants faults in a copy of the code, one at a time, and says for each whether its tests notice.
+"""Plants faults in copies of the code, one at a time in each, and says for each fault whether its tests notice it.
 
     python -m tools.plant_faults [--tests-of FOLDER] [NAME ...]
 
@@ -21,6 +21,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.machinery import SourceFileLoader
@@ -763,19 +764,22 @@ def _run(tests: str, root: Path, printed: Path) -> None:
     words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *files.split()]
     code = -1
     try:
+        with printed.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
         os.chdir(root)
         os.environ["PYTHONPATH"] = str(root)
         sys.path[:] = [str(root), *(one for one in sys.path if Path(one).resolve() != ROOT)]
         importlib.invalidate_caches()
-        with printed.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
         import pytest
 
         sys.argv = ["pytest", *words, *(["-k", expression] if expression else [])]
         code = int(pytest.main(sys.argv[1:]))
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)  # what the parent would do at its end is not done here
 
 
