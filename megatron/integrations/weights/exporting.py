@@ -71,7 +71,7 @@ class _Parts:
     """The tensors of transformers in a checkpoint, read in their order: each of its tensors once."""
 
     def __init__(self, saved: CheckpointTensors | MergedTensors, tensors: Sequence[Fused]) -> None:
-        self._saved = saved
+        self._saved, self._tensors = saved, tensors
         self._names = {fused.name: found_as(fused.name, saved.saved) for fused in tensors}
         self.by_name: dict[str, list[tuple[Fused, Part]]] = {}
         for fused in tensors:
@@ -93,6 +93,12 @@ class _Parts:
                 )
             places[name] = Place(file=new, dtype=dtype, shape=part.shape)
         return places
+
+    def num_bytes(self) -> dict[str, int]:
+        """Return the bytes of each tensor of the checkpoint; adapters are added to it in fp32."""
+        least = 4 if isinstance(self._saved, MergedTensors) else 0
+        types = {fused.name: self._saved.saved[self._names[fused.name]].dtype for fused in self._tensors}
+        return {one.name: prod(one.shape) * max(least, types[one.name].itemsize) for one in self._tensors}
 
     def read(self, name: str) -> Tensor:
         """Return a tensor; those that are read with it are kept until then."""
@@ -143,7 +149,7 @@ def export_weights(
     shards = shards_of(places, max_shard_bytes)
     dtype = _most_common((place.dtype, prod(place.shape)) for place in places.values())
     config = {**target.config, "torch_dtype": dtype}
-    output.check_host_holds(str(opened.folder), {fused.name: _num_bytes(opened, fused) for fused in tensors})
+    output.check_host_holds(str(opened.folder), parts.num_bytes())
     numbers = count()
 
     def read(name: str) -> Tensor:
@@ -164,12 +170,6 @@ def export_weights(
         f"{dtype}, {target.shape.vocab_size} token ids"
         + (f"; copied from {like}: {', '.join(copied)}" if copied else ""),
     ]
-
-
-def _num_bytes(opened: _Opened, fused: Fused) -> int:
-    """Return the bytes of a tensor of the checkpoint; adapters are added to it in fp32."""
-    itemsize = opened.saved.saved[found_as(fused.name, opened.saved.saved)].dtype.itemsize
-    return prod(fused.shape) * (itemsize if opened.adapters is None else max(4, itemsize))
 
 
 def export_adapters(path: str, new: str, *, like: str | None = None, vocab_size: int | None = None) -> list[str]:
