@@ -211,7 +211,7 @@ def choose_layers(
         kernel, obstacle = choose_kernel(needs.backend, capability, flash_attn=flash_attn)
     if kernel is None:
         assert obstacle is not None
-        return _local_layers(needs, obstacle, version)
+        return _local_layers(needs, obstacle)
     assert version is not None
     assert capability is not None
     _check_te_computes(needs, capability, version)
@@ -237,7 +237,7 @@ def why_not_installed(capability: Capability | None, version: str | None, why_mi
     return None
 
 
-def _local_layers(needs: LayerNeeds, obstacle: str, version: str | None) -> LayerChoice:
+def _local_layers(needs: LayerNeeds, obstacle: str) -> LayerChoice:
     if needs.requested is not None:
         raise UnsupportedFeatureError(
             f"--transformer-impl {needs.requested}: {obstacle}; change that (docs/GPU.md), or "
