@@ -45,9 +45,9 @@ class Effort(NamedTuple):
     Attributes:
         row_factors: numbers of rows to try, in units of the fewest that hold all tokens.
         num_ranking_iterations, num_profile_iterations: of `best_profiles`, for all candidates and for the best ones.
-        num_profiles: candidates whose profile is refined.
-        num_packed: profiles that are packed, two more for every further width of blocks.
-        num_other_rows: how many of these must differ from the best one in the number of rows, where there are some.
+        num_profiles: the best candidates of a width of blocks, whose profiles are refined.
+        num_packed: profiles that are packed; each further width of blocks adds two.
+        num_other_rows: after the best profile of each width, so many with other numbers of rows are packed first.
         num_learned: packings whose targets learn from simulation.
         num_lessons: simulations of each.
         positions: places of the long samples in their block, as a share of the rows.

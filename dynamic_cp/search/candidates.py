@@ -379,8 +379,9 @@ class Search:
         pack = partial(pack_balanced, self.lengths, durations, k, topology.num_lanes)
         packings = [pack(num_rows) for num_rows in sorted(counts)]
         rows_of_next_fit = round_up(next_fit.num_rows, multiple)
+        # Samples may fill over half a bucket each. Without a pipeline annealing follows, which needs more rows.
         if topology.pp_size > 1 and packings[0] is None and rows_of_next_fit not in counts:
-            packings.append(pack(rows_of_next_fit))  # samples fill over half a bucket; annealing needs more rows
+            packings.append(pack(rows_of_next_fit))
         found = [packing for packing in packings if packing is not None]
         for packing in found:
             yield from self._ordered(f"{name} cp={1 << k} m={packing.num_rows}", packing, best_ns=best_ns)

@@ -207,7 +207,7 @@ def in_words(layers: PipelineLayers) -> str:
 
 
 def _splits(num_layers: int, pp_size: int, vp_size: int) -> Iterator[StageSplit]:
-    """Yield all splits that flags can say, those with fewer flags first."""
+    """Yield all splits that flags can say; some can be said in several ways."""
     chunks = pp_size * vp_size
     if num_layers % chunks == 0:
         yield StageSplit((), ())

@@ -20,8 +20,10 @@ Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "gdn_norm_out", "moe_act", "mla_up_proj"]
 RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
-"""What selective recomputation may repeat in backward: attention with its exchange, the MLP of dense layers, both norms
-of a layer, router and experts with their exchange, gate and output norm of a gated delta net."""
+"""What selective recomputation may repeat in backward, in this order: attention with its exchange, the MLP of dense
+layers, both norms of a layer, router and experts with their exchange, gate and output norm of a gated delta net, the
+activation function of experts, and the up-projections of latent attention. The last two are priced; the trainer has
+neither."""
 RecomputeMethod = Literal["uniform", "block"]
 RECOMPUTE_METHODS: tuple[str, ...] = get_args(RecomputeMethod)
 

@@ -1,5 +1,5 @@
 """A folder that is whole or not there: written under another name, which nothing reads, and renamed at the end. What
-its host cannot hold is refused before anything is read."""
+its host cannot hold is refused before a tensor is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def check_new(output: str) -> None:
 
 
 def check_host_holds(where: str, num_bytes: Mapping[str, int]) -> None:
-    """Refuse weights of which a tensor does not fit into this host's memory beside what it is made of.
+    """Refuse, before a tensor is read, weights of which one does not fit into this host's memory beside what it is made
+    of.
 
     Args:
         where: the weights.

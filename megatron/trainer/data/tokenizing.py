@@ -71,14 +71,16 @@ class TokenizedLines(NamedTuple):
 
     Attributes:
         tokens: of all documents, concatenated.
-        columns: COLUMNS -> int64: lengths: [n], tokens of each document; blank lines have no document. blanks: [b], the
-            number of documents before each blank line. continued: [c], indexes of documents that are of the same line
-            as the document before. learned: begin and end of each run of learned tokens, alternating. first_targets:
-            [n], index in each document of its first learned token, not counting token 0. questions: [q], indexes of
-            documents that are prompts with responses, or trees of turns. num_answers: [q], the number of responses, or
-            of parts of the tree after the first. answers: [sum(num_answers)], tokens of each response, which are the
-            last of their line. depths: [sum(num_answers)], 1 for a response; for a part of a tree, the number of
-            branchings above it.
+        columns: COLUMNS -> int64:
+            lengths: [n], tokens of each document; blank lines have no document.
+            blanks: [b], the number of documents before each blank line.
+            continued: [c], indexes of documents that are of the same line as the document before.
+            learned: begin and end of each run of learned tokens, alternating.
+            first_targets: [n], index in each document of its first learned token, not counting token 0.
+            questions: [q], indexes of documents that are prompts with responses, or trees of turns.
+            num_answers: [q], the number of responses, or of parts of the tree after the first.
+            answers: [sum(num_answers)], tokens of each response, which are the last of their line.
+            depths: [sum(num_answers)], 1 for a response; for a part of a tree, the number of branchings above it.
         num_targets: learned tokens of documents that are not learned whole: chats and lines with responses.
         unread: key that nothing reads -> number of lines with it; at most MOST_KEYS keys.
         error: (line from 0, message) for the first malformed line; later lines are not read.

@@ -38,7 +38,7 @@ BLOCK_TOKENS = 64
 class RunBlocks(NamedTuple):
     """Runs cut into blocks of equally many rows, the last of each filled up; B blocks of L rows.
 
-    RunBlocks are numbered step after step; in a step, those of the longest runs come first.
+    The blocks stand step after step; within a step, those of the longest runs come first.
 
     Attributes:
         rows: [B, L] which row is where, num_rows where none is.
@@ -172,9 +172,9 @@ def convolve(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, runs: Runs)
 
 
 def computed_again(compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
-    """Return `compute(*given)`, which backward computes again of `given`; nothing in it is random.
+    """Return `compute(*given)`; backward computes it again from `given`, so nothing in it may be random.
 
-    Autograd would keep float32 copies of each step.
+    Without this, autograd keeps a copy of every intermediate tensor, in float32 or wider.
     """
     output: Tensor = checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
     return output
@@ -187,7 +187,7 @@ def normalize(x: Tensor) -> Tensor:
 
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, epsilon: float, width: int, gates_first: bool) -> Tensor:
-    """See `recurrence.LinearKernel`; backward computes it again, as autograd would keep wide copies of each step."""
+    """See `recurrence.LinearKernel`. Backward computes it again; see `computed_again`."""
 
     def compute(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
         gate = functional.silu(z.to(exact_dtype(x)))
