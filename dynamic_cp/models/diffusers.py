@@ -41,8 +41,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
     if name not in _KNOWN:
         raise UnsupportedFeatureError(
             f"{where}: _class_name is {name!r}, known are {', '.join(_KNOWN)}: write the numbers into a file like the "
-            "bundled wan2.1-t2v-14b, with causal_attention false",
-            key="_class_name",
+            "bundled wan2.1-t2v-14b, with causal_attention false"
         )
     blocks = _KNOWN[name]
     needed = _NEEDED if blocks.ffn_over_hidden else (*_NEEDED, "ffn_dim")

@@ -66,7 +66,7 @@ class Entries(dict[str, Any]):
         if value is None:
             return default
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-            raise InvalidInputError(f"{self.where}: {key} is {value!r}, it must be a number >= 0", key=key)
+            raise InvalidInputError(f"{self.where}: {key} is {value!r}, it must be a number >= 0")
         return value
 
     def whole(self, key: str, needed: Iterable[str] = (), default: int | None = None) -> int:
@@ -74,27 +74,27 @@ class Entries(dict[str, Any]):
         (`needed` are the keys that must be there), no whole number >= 0, or more layers than can be listed."""
         where, value = self.where, default if self.get(key) is None else self[key]
         if value is None:
-            raise InvalidInputError(f"{where} lacks {key}: it needs {', '.join(needed)}", key=key)
+            raise InvalidInputError(f"{where} lacks {key}: it needs {', '.join(needed)}")
         if not isinstance(value, int) or isinstance(value, bool):
-            raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a whole number", key=key)
+            raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a whole number")
         if value < 0:
-            raise InvalidInputError(f"{where}: {key} is {value}, it must be at least 0", key=key)
+            raise InvalidInputError(f"{where}: {key} is {value}, it must be at least 0")
         if key.startswith("num_") and key.endswith("_layers") and value > MOST_LAYERS:
-            raise InvalidInputError(f"{where}: {key} is {value}, the largest allowed value is {MOST_LAYERS}", key=key)
+            raise InvalidInputError(f"{where}: {key} is {value}, the largest allowed value is {MOST_LAYERS}")
         return value
 
     def interval(self, key: str, default: int) -> int:
         """Return N of an entry for every N-th layer, `default` if it is missing; raise InvalidInputError if N < 1."""
         every = self.whole(key, default=default)
         if every < 1:
-            raise InvalidInputError(f"{self.where}: {key} is {every}, it must be at least 1", key=key)
+            raise InvalidInputError(f"{self.where}: {key} is {every}, it must be at least 1")
         return every
 
     def some_layers(self, key: str) -> list[Any]:
         """Return an entry that lists layers, [] if it is missing; raise InvalidInputError if it is no list."""
         layers = self.get(key) or []
         if not isinstance(layers, list):
-            raise InvalidInputError(f"{self.where}: {key} is {layers!r}, it must be a list of layers", key=key)
+            raise InvalidInputError(f"{self.where}: {key} is {layers!r}, it must be a list of layers")
         return layers
 
     def check_length(self, key: str, layers: Sequence[Any], num_layers: int) -> None:
@@ -102,15 +102,14 @@ class Entries(dict[str, Any]):
         if len(layers) != num_layers:
             raise InvalidInputError(
                 f"{self.where}: {key} has {len(layers)} entries, num_hidden_layers is {num_layers}: give one for "
-                "each layer",
-                key=key,
+                "each layer"
             )
 
     def is_tied(self) -> bool:
         """Return whether the output layer shares the embedding's weights; InvalidInputError if the entry is no bool."""
         tied = self.get(key := "tie_word_embeddings", False)
         if not isinstance(tied, bool):
-            raise InvalidInputError(f"{self.where}: {key} is {tied!r}, it must be true or false", key=key)
+            raise InvalidInputError(f"{self.where}: {key} is {tied!r}, it must be true or false")
         return tied
 
     def others(self, known: AbstractSet[str]) -> tuple[str, ...]:

@@ -98,9 +98,7 @@ def _opened(where: str, data: Mapping[str, Any]) -> tuple[Entries, Family]:
     if name in TEXTS:
         text = data.get("text_config")
         if not isinstance(text, Mapping):
-            raise InvalidInputError(
-                f"{where}: text_config is {text!r}, model_type {name} has its language model in it", key="text_config"
-            )
+            raise InvalidInputError(f"{where}: text_config is {text!r}, model_type {name} has its language model in it")
         data = {"tie_word_embeddings": data.get("tie_word_embeddings", False), **text}
     same = TEXTS.get(name) or SAME_AS.get(name)
     family = FAMILIES.get(same or name, Family())
@@ -140,8 +138,7 @@ def _layers(config: Entries, family: Family) -> dict[str, Any]:
     if str(model_type) not in MODEL_TYPES:
         raise UnsupportedFeatureError(
             f"{config.where}: model_type is {model_type!r}, known are {', '.join(MODEL_TYPES)}: "
-            "write the numbers into a file like the bundled models",
-            key="model_type",
+            "write the numbers into a file like the bundled models"
         )
     _check_layer_types(config, family)
     found: dict[str, Any] = {}
@@ -169,9 +166,7 @@ def _head_dim(config: Entries) -> int:
     hidden_size, heads = (config.whole(key, SIZES) for key in ("hidden_size", "num_attention_heads"))
     if heads < 1 or hidden_size % heads:
         raise InvalidInputError(
-            f"{config.where}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}: give "
-            "head_dim",
-            key="head_dim",
+            f"{config.where}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}: give head_dim"
         )
     return hidden_size // heads
 
@@ -182,15 +177,13 @@ def _check_layer_types(config: Entries, family: Family) -> None:
     if config["model_type"] == "modernbert" and not layer_types and every != 1:
         raise UnsupportedFeatureError(
             f"{config.where}: global_attn_every_n_layers is {every!r}, only attention over whole sequences is priced: "
-            "set it to 1",
-            key="global_attn_every_n_layers",
+            "set it to 1"
         )
     priced = {WHOLE} if family.is_encoder else {WHOLE, SLIDING}
     if others := {str(one) for one in layer_types} - priced:
         raise UnsupportedFeatureError(
             f"{config.where}: layer_types has {', '.join(sorted(others))}, only {' and '.join(sorted(priced))} are "
-            f"priced for model_type {config['model_type']}",
-            key="layer_types",
+            f"priced for model_type {config['model_type']}"
         )
 
 
@@ -204,15 +197,13 @@ def _windows(config: Entries, family: Family, num_layers: int) -> dict[str, Any]
         if layer_types and SLIDING in layer_types:
             raise InvalidInputError(
                 f"{where}: layer_types has {SLIDING}, and sliding_window is {config.get('sliding_window')!r}, "
-                f"use_sliding_window {config.get('use_sliding_window')!r}: give the window, or {WHOLE} only",
-                key="layer_types",
+                f"use_sliding_window {config.get('use_sliding_window')!r}: give the window, or {WHOLE} only"
             )
         return {}
     if family.windows == "refused":
         raise UnsupportedFeatureError(
             f"{where}: sliding_window is {window!r}, which model_type {config['model_type']} does not have: set it to "
-            "null",
-            key="sliding_window",
+            "null"
         )
     window = config.whole("sliding_window")
     if layer_types:
@@ -250,8 +241,7 @@ def _refuse_what_has_no_price(config: Entries, family: Family) -> None:
     if found:
         raise UnsupportedFeatureError(
             f"{config.where}: model_type {config.get('model_type')!r} has {' and '.join(found.values())}, which cannot "
-            f"be priced yet: give one of {', '.join(MODEL_TYPES)}",
-            key=next(iter(found)),
+            f"be priced yet: give one of {', '.join(MODEL_TYPES)}"
         )
 
 
@@ -352,9 +342,7 @@ def _of_gemma(config: Entries) -> dict[str, Any]:
     hidden_size, width = config.whole("hidden_size", SIZES), _head_dim(config)
     scale = config.number("query_pre_attn_scalar", 256)
     if scale == 0:
-        raise InvalidInputError(
-            f"{config.where}: query_pre_attn_scalar is 0: scores are divided by its root", key="query_pre_attn_scalar"
-        )
+        raise InvalidInputError(f"{config.where}: query_pre_attn_scalar is 0: scores are divided by its root")
     is_own = config["model_type"] != "gemma" and scale != width
     return {"embedding_multiplier": float(hidden_size) ** 0.5, "softmax_scale": float(scale) ** -0.5 if is_own else 0.0}
 
@@ -374,8 +362,7 @@ def _unrotated(config: Entries) -> dict[str, Any]:
         rotated = [int(layer % every != 0) for layer in range(1, num_layers + 1)]
     if not isinstance(rotated, list) or len(rotated) != num_layers or set(rotated) - {0, 1}:
         raise InvalidInputError(
-            f"{config.where}: no_rope_layers is {rotated!r}: give 1 (rotates) or 0 for each of the {num_layers} layers",
-            key="no_rope_layers",
+            f"{config.where}: no_rope_layers is {rotated!r}: give 1 (rotates) or 0 for each of the {num_layers} layers"
         )
     return {"no_rope_freq": tuple(1 - one for one in rotated) if 0 in rotated else ()}
 

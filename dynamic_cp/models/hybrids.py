@@ -68,9 +68,7 @@ def _listed(config: Entries, family: Family, *keys: str) -> str | None:
         if num_layers:
             config.check_length(key, symbols, num_layers)
     if len(set(given.values())) > 1:
-        raise InvalidInputError(
-            f"{config.where}: {' and '.join(given)} say other layers: leave one of them out", key=next(iter(given))
-        )
+        raise InvalidInputError(f"{config.where}: {' and '.join(given)} say other layers: leave one of them out")
     return next(iter(given.values()), None)
 
 
@@ -80,7 +78,7 @@ def _symbols(config: Entries, family: Family, key: str) -> str:
         return found  # `ModelShape` looks at its symbols
     if not isinstance(found, list) or (unknown := [one for one in found if one not in known]):
         wrong = f"has {unknown[0]!r}" if isinstance(found, list) else f"is {found!r}"
-        raise UnsupportedFeatureError(f"{config.where}: {key} {wrong}, layers are {', '.join(known)}", key=key)
+        raise UnsupportedFeatureError(f"{config.where}: {key} {wrong}, layers are {', '.join(known)}")
     return "".join(_SYMBOLS[one] for one in found)
 
 
@@ -112,7 +110,7 @@ def _of_nemotron(config: Entries, family: Family) -> dict[str, Any]:
     pattern, latents = _pattern(config, family), config.get("moe_latent_size")
     if latents:
         raise UnsupportedFeatureError(
-            f"{config.where}: moe_latent_size is {latents}: experts of latents are not priced", key="moe_latent_size"
+            f"{config.where}: moe_latent_size is {latents}: experts of latents are not priced"
         )
     return {
         "num_layers": len(pattern),
@@ -127,8 +125,7 @@ def _pattern(config: Entries, family: Family) -> str:
     symbols = _listed(config, family, "layers_block_type", "layer_types", PATTERN)
     if symbols is None:
         raise InvalidInputError(
-            f"{config.where} lacks layers_block_type and {PATTERN}: one of them says what layers are",
-            key="layers_block_type",
+            f"{config.where} lacks layers_block_type and {PATTERN}: one of them says what layers are"
         )
     return symbols
 

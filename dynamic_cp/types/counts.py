@@ -33,14 +33,10 @@ def require_at_least(minimum: int, **values: int) -> None:
     """Raise InvalidInputError unless all are integers from `minimum` to MAX_COUNT (layers: MOST_LAYERS)."""
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
-            raise InvalidInputError(f"{name} is {value!r}, an integer is needed", name=name, value=value)
+            raise InvalidInputError(f"{name} is {value!r}, an integer is needed")
         most = _MOST.get(name, MAX_COUNT)
         if not minimum <= value <= most:
             raise InvalidInputError(
                 f"{name} is {value}, the {'smallest' if value < minimum else 'largest'} allowed value is "
-                f"{minimum if value < minimum else most}: give {minimum} <= {name} <= {most}",
-                name=name,
-                value=value,
-                minimum=minimum,
-                maximum=most,
+                f"{minimum if value < minimum else most}: give {minimum} <= {name} <= {most}"
             )

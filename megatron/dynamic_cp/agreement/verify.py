@@ -180,8 +180,7 @@ def silent_rank_zero(key: str, since_s: float) -> SilentRankZeroError:
     """Return the error of a rank that has waited for rank 0 since `since_s` on time.monotonic()."""
     return SilentRankZeroError(
         f"{phase.current()}: rank 0 has not said anything about {key!r} for {time.monotonic() - since_s:.0f} s, rank "
-        f"{dist.get_rank()} waits no longer: see rank 0's log",
-        key=key,
+        f"{dist.get_rank()} waits no longer: see rank 0's log"
     )
 
 

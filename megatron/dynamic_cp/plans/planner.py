@@ -152,13 +152,13 @@ class Planner:
 
     def _in_place_of_failure(self, request: Request, why: str) -> Answer:
         if self._strict:
-            error = DynamicCPError(f"no plan for {request.key}: {why} (--dynamic-cp-strict)", key=request.key)
+            error = DynamicCPError(f"no plan for {request.key}: {why} (--dynamic-cp-strict)")
             return Answer(key=request.key, error=error)
         logger.warning("%s: %s; this step runs the static plan", request.key, why)
         static = answer(self._static, request, fallback=why)
         if static.failure is None:
             return static
-        error = DynamicCPError(f"no plan for {request.key}: {why}; nor a static one: {static.failure}", key=request.key)
+        error = DynamicCPError(f"no plan for {request.key}: {why}; nor a static one: {static.failure}")
         return Answer(key=request.key, error=error)
 
     def _publish(self, given: Answer) -> None:

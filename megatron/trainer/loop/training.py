@@ -314,8 +314,7 @@ def _check_finite(what: str, value: float, iteration: int) -> None:
     if not math.isfinite(value):
         raise NotFiniteError(
             f"{what} is {value} at iteration {iteration}: nothing was saved since the last checkpoint; "
-            "resume from it with a lower --lr or a smaller --clip-grad",
-            iteration=iteration,
+            "resume from it with a lower --lr or a smaller --clip-grad"
         )
 
 
