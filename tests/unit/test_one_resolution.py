@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import MISSING, fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,8 +36,6 @@ from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.integrations.scheduler import job as scheduler
 from tests.unit.mechanisms.test_latent_ring import DEEPSEEK_V3
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_auto_is_the_same_by_flags_and_by_model() -> None:

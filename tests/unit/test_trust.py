@@ -15,8 +15,6 @@ from dynamic_cp.search.planner_process import PlannerProcess, Request
 from dynamic_cp.types import PlanOptions, Problem, Sample, Topology
 from tests.payload import Payload, planted, works
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_pickles_in_place_of_data_files_are_refused(tmp_path: Path) -> None:
     from megatron.trainer.data.index_file import load_index

@@ -21,7 +21,6 @@ from tests import wheels
 OLDEST, PINNED, NEWEST = "2.9.0", "2.11.0", "2.20.2"
 VERSIONS = (OLDEST, PINNED, "2.18.0", "2.19.0", NEWEST)
 """The oldest that is supported, and the first of each row of the table of exchanges."""
-BY_DAY = (OLDEST, PINNED, NEWEST)
 
 FOLDER = Path(os.environ.get("TE_SOURCES") or Path(__file__).parents[3] / "runs/transformer_engine")
 PACKAGE = "transformer_engine"
