@@ -180,13 +180,7 @@ class Buildah:
         """Yield an image with a container, which is removed behind the block."""
         config = json.loads(self.call("inspect", "--type=image", name))["OCIv1"]["config"]
         with self.container(name) as (container, root):
-            yield Image(
-                buildah=self,
-                container=container,
-                entry=config["Entrypoint"],
-                default=config["Cmd"],
-                root=root,
-            )
+            yield Image(buildah=self, container=container, entry=config["Entrypoint"], default=config["Cmd"], root=root)
 
     def remove_all(self) -> None:
         """Remove all containers and images, and the folder: gigabytes."""

@@ -15,15 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pricing.linear_prices import BACKWARD_OVER_FORWARD, StageLinearAttention, core_flops_per_s
-from dynamic_cp.types import (
-    IN_NODE,
-    LinearAttention,
-    ModelShape,
-    PlanOptions,
-    Problem,
-    StateExchange,
-    Topology,
-)
+from dynamic_cp.types import IN_NODE, LinearAttention, ModelShape, PlanOptions, Problem, StateExchange, Topology
 from dynamic_cp.types.linear_attention import CHUNK_TOKENS, CHUNKS_PER_LANE
 from megatron.dynamic_cp.attention.linear import layer as layer_of_heads
 from megatron.dynamic_cp.attention.linear import thd

@@ -27,13 +27,7 @@ from megatron.integrations.outside import (
     train_step,
 )
 from tests.distributed.harness import refuses
-from tests.distributed.outside import (
-    TOLERANCE,
-    assert_steps_equal,
-    planned_steps,
-    run_without_shims,
-    steps_alone,
-)
+from tests.distributed.outside import TOLERANCE, assert_steps_equal, planned_steps, run_without_shims, steps_alone
 
 NUM_STEPS = 2
 ROOT = Path(__file__).parents[2]

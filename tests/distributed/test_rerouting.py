@@ -19,13 +19,7 @@ from megatron.dynamic_cp.data.token_audit import combine, token_checksum
 from megatron.dynamic_cp.packed_seq_params import shard_positions
 from megatron.integrations.foreign import rerouting
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper
-from megatron.integrations.foreign.rerouting import (
-    Destination,
-    incoming,
-    make_sample_id,
-    outgoing,
-    sample_origin,
-)
+from megatron.integrations.foreign.rerouting import Destination, incoming, make_sample_id, outgoing, sample_origin
 from megatron.integrations.foreign.samples import read_item
 from tests import patience
 from tests.distributed.foreign import LAYOUTS, LaneData, groups_of, lane_data, make_wrapper, piece_of, run_foreign

@@ -152,12 +152,7 @@ class Recorder:
         self.calls.append(HostWait(place, _of_nccl(self.clock(torch.cuda.current_stream()))))
 
     def _add(
-        self,
-        communicator: Communicator,
-        kind: str,
-        num_bytes: int,
-        messages: tuple[Message, ...],
-        works: Sequence[Any],
+        self, communicator: Communicator, kind: str, num_bytes: int, messages: tuple[Message, ...], works: Sequence[Any]
     ) -> None:
         clock = self.clock(torch.cuda.current_stream())
         after = _of_nccl(clock)

@@ -20,11 +20,7 @@ from tests.trainer.commandline import NO_COMPILE
 
 ROOT = Path(__file__).parents[2]
 BY_DAY_S, BY_NIGHT_S = 280, 1200
-BY_DAY = {
-    "attention on all lanes": 3,
-    "train with PP and VPP": 5,
-    "train adapters of a hybrid by states": 4,
-}
+BY_DAY = {"attention on all lanes": 3, "train with PP and VPP": 5, "train adapters of a hybrid by states": 4}
 EACH_NIGHT = {
     "many placements": 6,
     "train on 4 lanes": 6,

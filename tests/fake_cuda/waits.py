@@ -27,8 +27,7 @@ AGREE = Answer(why="all ranks learn whether one failed before anything of the st
 IN_A_STEP = {
     "megatron.dynamic_cp.agreement.verify:agree": AGREE,
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads": Answer(
-        why="megatron-core asks whether there are tokens before it divides gradients by their number",
-        value=lambda _: 1,
+        why="megatron-core asks whether there are tokens before it divides gradients by their number", value=lambda _: 1
     ),
     "megatron.dynamic_cp.step.schedule:sum_over_job": Answer(
         why="the loss of the log line, and whether a rank stops", value=_sums
@@ -48,7 +47,7 @@ NOW_AND_THEN = {
         value=lambda variables: (
             variables["mine"] if "gathered" in variables else [len(variables["mine"]), -len(variables["mine"])]
         ),
-    ),
+    )
 }
 
 BEFORE_A_PASS = {

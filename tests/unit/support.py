@@ -15,6 +15,7 @@ from benchmarks.planner.frozen import (
     frozen_parameters,
     frozen_topology,
 )
+from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 from dynamic_cp.pricing.edges import Reduction
 from dynamic_cp.pricing.work import Lengths
@@ -91,11 +92,16 @@ def plan_of_buckets(*rows: Iterable[Bucket], topology: Topology, max_tokens_per_
 
 
 def problem_of(
-    topology: Topology, model: ModelShape = TINY_MODEL, hardware: Hardware = CURVED_HARDWARE, **options: object
-) -> Problem:
+    topology: Topology, model: ModelShape = TINY_MODEL, hardware: Hardware = CURVED_HARDWARE, policy: str = "dynamic",
+    **options: object,
+) -> Problem:  # fmt: skip
     """Return a problem with these options; without them ranks have 256 tokens and exchange by the ring."""
-    settings = {"max_tokens_per_rank": 256, "cp_comm_types": ("p2p",), **options}
-    return Problem(topology=topology, model=model, hardware=hardware, options=PlanOptions(**settings))
+    given = PlanOptions(**{"max_tokens_per_rank": 256, "cp_comm_types": ("p2p",), **options})
+    return Problem(topology=topology, model=model, hardware=hardware, options=given, policy=policy)
+
+
+def llama_on_h100(topology: Topology, **options: object) -> Problem:
+    return problem_of(topology, load_model("llama-3-8b"), load_hardware("h100"), **options)
 
 
 def tiny_cost_model(topology: Topology, **options: object) -> CostModel:
@@ -104,11 +110,9 @@ def tiny_cost_model(topology: Topology, **options: object) -> CostModel:
 
 def frozen_cost_model(max_tokens_per_rank: int, **sizes: int) -> UnpaddedCostModel:
     """Return the prices of the frozen bench, on a topology of these sizes."""
-    parameters = frozen_parameters()
-    options = PlanOptions(max_tokens_per_rank=max_tokens_per_rank, recompute="full", cp_comm_types=("p2p",))
+    parameters, options = frozen_parameters(), {"max_tokens_per_rank": max_tokens_per_rank, "recompute": "full"}
     model, hardware = frozen_model(parameters), frozen_hardware(parameters)
-    problem = Problem(topology=frozen_topology(**sizes), model=model, hardware=hardware, options=options)
-    return UnpaddedCostModel(problem)
+    return UnpaddedCostModel(problem_of(frozen_topology(**sizes), model, hardware, **options))
 
 
 def causal(seqlens: Iterable[int]) -> Lengths:

@@ -16,16 +16,16 @@ from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import CP_COMM_TYPES, Bucket, MicroBatch, Plan, PlanOptions, Problem, Topology
+from dynamic_cp.types import CP_COMM_TYPES, Bucket, MicroBatch, Plan, Topology
 from tests.unit.bounds.brute_force import best_plan, exchanges_of, tiny_case
 from tests.unit.packing.packings import DEEP_MODEL, deep_cost_model
 from tests.unit.support import (
     CASES,
     HOST_HARDWARE,
     TINY_HARDWARE,
-    TINY_MODEL,
     causal,
     frozen_cost_model,
+    problem_of,
     samples_of,
     tiny_cost_model,
 )
@@ -198,9 +198,8 @@ def test_a_bucket_costs_no_less_than_the_sum_of_its_samples(seqlens, exchanges, 
     st.sampled_from([TINY_HARDWARE, HOST_HARDWARE]),
 )
 def test_no_bucket_is_outside_the_range_of_backward_over_forward(seqlens, exchanges, recompute, cp_size, hardware):
-    options = PlanOptions(max_tokens_per_rank=256, cp_comm_types=exchanges, recompute=recompute)
     topology = Topology(num_lanes=4)
-    model = CostModel(Problem(topology=topology, model=TINY_MODEL, hardware=hardware, options=options))
+    model = CostModel(problem_of(topology, hardware=hardware, cp_comm_types=exchanges, recompute=recompute))
     ways = ways_of(model.table, model.options.max_tokens_per_rank)
     least, largest = ratio_range(ways, 256.0, 1.0, 1.0)
     assert 0 < least < largest

@@ -14,16 +14,10 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search.search import plan_global_batch, plan_problem
-from dynamic_cp.types import CP_COMM_TYPES, Experts, LinearAttention, PlanOptions, Problem, Topology
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import CP_COMM_TYPES, Experts, LinearAttention, Topology
 from tests.unit.bounds.brute_force import best_plan, tiny_case
-from tests.unit.support import (
-    TINY_HARDWARE,
-    TINY_MODEL,
-    frozen_cost_model,
-    samples_of,
-    tiny_cost_model,
-)
+from tests.unit.support import TINY_HARDWARE, TINY_MODEL, frozen_cost_model, problem_of, samples_of, tiny_cost_model
 
 
 def check_against_brute_force(seeds: range, most_assignments: int) -> Counter[str]:
@@ -76,13 +70,10 @@ def test_exact_is_what_brute_force_finds(first, stop):
 def test_exact_is_what_brute_force_finds_where_lanes_share_experts(num_lanes, ep_size, pp_size, lengths):
     """bound <= exact = brute force <= plan."""
     topology = Topology(num_lanes=num_lanes, ep_size=ep_size, pp_size=pp_size)
-    options = PlanOptions(max_tokens_per_rank=64, bytes_per_element=4, cp_comm_types=("p2p",))
     shape = replace(TINY_MODEL, experts=Experts(num_experts=8, topk=2, ffn_hidden_size=128))
     hardware = replace(TINY_HARDWARE, memory_bandwidth_bytes_per_s=1e9, expert_extra_tokens=2)
-    model, samples = (
-        CostModel(Problem(topology=topology, model=shape, hardware=hardware, options=options)),
-        samples_of(lengths),
-    )
+    problem = problem_of(topology, shape, hardware, max_tokens_per_rank=64, bytes_per_element=4)
+    model, samples = CostModel(problem), samples_of(lengths)
     best = best_plan(samples, model, range(1, 3))
     exact = exact_plan(samples, model, counts=(1, 2))
     check_plan(exact.plan, samples)
@@ -90,7 +81,7 @@ def test_exact_is_what_brute_force_finds_where_lanes_share_experts(num_lanes, ep
     assert exact.makespan_s == pytest.approx(best.makespan_s, rel=1e-6)
     assert exact.bound_s <= best.makespan_s * (1 + 1e-6)
     bound_s = lower_bound(samples, model, "exhaustive").seconds
-    planned = plan_global_batch(samples, topology=topology, model=shape, hardware=hardware, options=options)
+    planned = plan_problem(problem, samples)
     found_s = makespan_ns(planned.plan, model) / 1e9
     assert 0.5 * best.makespan_s < bound_s <= best.makespan_s
     assert found_s <= 1.02 * best.makespan_s
@@ -110,15 +101,11 @@ def test_exact_is_what_brute_force_finds_where_lanes_share_experts(num_lanes, ep
 )
 def test_exact_is_what_brute_force_finds_with_linear_attention(num_lanes, pp_size, use, lengths, rate, ways):
     """bound <= exact = brute force <= plan, whichever way buckets share such layers."""
-    options = PlanOptions(max_tokens_per_rank=6000, bytes_per_element=4, state_exchange=use, cp_comm_types=("p2p",))
+    topology = Topology(num_lanes=num_lanes, pp_size=pp_size, ranks_per_node=2)
     hardware = replace(TINY_HARDWARE, memory_bandwidth_bytes_per_s=1e9, linear_attention_flops_per_s=rate)
     sizes = LinearAttention(kind="gated_delta_net", num_heads=8, num_groups=4, key_size=16, value_size=32)
-    problem = Problem(
-        topology=Topology(num_lanes=num_lanes, pp_size=pp_size, ranks_per_node=2),
-        model=replace(TINY_MODEL, linear_attention=sizes, linear_attention_freq=4),
-        hardware=hardware,
-        options=options,
-    )
+    shape, options = replace(TINY_MODEL, linear_attention=sizes, linear_attention_freq=4), {"max_tokens_per_rank": 6000}
+    problem = problem_of(topology, shape, hardware, bytes_per_element=4, state_exchange=use, **options)
     model, samples = CostModel(problem), samples_of(lengths)
     best = best_plan(samples, model, range(1, 3))
     exact = exact_plan(samples, model, counts=(1, 2))
@@ -137,14 +124,14 @@ def test_exact_is_what_brute_force_finds_with_linear_attention(num_lanes, pp_siz
 def test_a_hierarchy_is_found_where_it_pays(lengths, pp_size):
     """Two nodes of two lanes with a slow link: bound <= brute force = exact <= plan, and all of them use a2a+p2p."""
     topology = Topology(num_lanes=4, ranks_per_node=2, pp_size=pp_size)
-    options = PlanOptions(max_tokens_per_rank=32, bytes_per_element=4, cp_comm_types=CP_COMM_TYPES)
-    hardware = replace(TINY_HARDWARE, attention_flops_per_s=1e12)
-    model = CostModel(Problem(topology=topology, model=TINY_MODEL, hardware=hardware, options=options))
+    hardware, options = replace(TINY_HARDWARE, attention_flops_per_s=1e12), {"cp_comm_types": CP_COMM_TYPES}
+    problem = problem_of(topology, hardware=hardware, max_tokens_per_rank=32, bytes_per_element=4, **options)
+    model = CostModel(problem)
     samples, counts = samples_of(lengths), range(1, 3)
     best = best_plan(samples, model, counts)
     exact = exact_plan(samples, model, counts=(counts[0], counts[-1]))
     assert exact.makespan_s == pytest.approx(best.makespan_s, rel=1e-6)
-    planned = plan_global_batch(samples, topology=topology, model=TINY_MODEL, hardware=hardware, options=options)
+    planned = plan_problem(problem, samples)
     check_plan(exact.plan, samples)
     assert lower_bound(samples, model, "exhaustive").seconds <= best.makespan_s <= planned.predicted_s * (1 + 1e-9)
     assert planned.predicted_s <= best.makespan_s * 1.02

@@ -52,10 +52,7 @@ ANY_BATCH = [
     (["--set", "hmb=80GB"], "--set hmb=80GB: hmb is no number of a hardware file (did you mean 'hbm'"),
     (["--set", "hbm=80GB", "--set", "peak=3"], "--set peak=3: peak_flops_per_s is '3', it must be a number with"),
     (["--model", "empty.json"], "empty.json: num_layers is 0, the smallest allowed value is 1"),
-    (
-        ["--model", "moe.json"],
-        "moe.json: model_type 'dbrx' has experts (moe_num_experts 16), which cannot be priced",
-    ),
+    (["--model", "moe.json"], "moe.json: model_type 'dbrx' has experts (moe_num_experts 16), which cannot be priced"),
     (["--model", "mla.json"], "mla.json: model_type 'minicpm3' has multi-head latent attention (kv_lora_rank 256)"),
     (["--ranks-per-node", "0"], "error: --ranks-per-node is 0"),
     (["--lenghts", "x"], "No such option '--lenghts'"),
@@ -100,10 +97,7 @@ ANY_JOB = [
     (["--mask", "windowed:3"], "mask 'windowed:3' is unknown: use causal"),
     (["--mask", "lambda:4,0"], "window is 0, the smallest allowed value is 1"),
 ]
-SEVERAL = [
-    (["--batches", "0"], "--batches is 0, 1 to 1000 can be compared"),
-    (["--batches", "-2"], "--batches is -2"),
-]
+SEVERAL = [(["--batches", "0"], "--batches is 0, 1 to 1000 can be compared"), (["--batches", "-2"], "--batches is -2")]
 POLICY = [
     (["--policy", "dynamik"], "policy 'dynamik' is unknown (did you mean 'dynamic'?)"),
     (["--policy", ","], "0 policies are given"),
@@ -322,10 +316,7 @@ RECOMPUTED = ["simulate", *LENGTHS, "--gpus", "1", "--model", "llama-3-70b"]
         (["plan", *DRAWN, "--gpus", "8", "--max-dynamic-cp-size", "0"], "size is 0, at least 1 is needed"),
         (["trace", *DRAWN, "--gpus", "8", "--first-lanes", "9", "--output", "t.json"], "there are 8 lanes"),
         # They would say nothing of the other modes, or narrow what is tried of "block".
-        (
-            [*RECOMPUTED, "--recompute-method", "uniform"],
-            "with --gpus use --recompute full --recompute-method block",
-        ),
+        ([*RECOMPUTED, "--recompute-method", "uniform"], "with --gpus use --recompute full --recompute-method block"),
         ([*RECOMPUTED, "--recompute-num-layers", "1"], "with --gpus use --recompute full --recompute-method block"),
         (["hardware", "h1000"], "none of the bundled hardware (did you mean 'h100'"),
         (["hardware", "--set", "hbm=80GB"], "0 hardware is named, 1 is needed"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,12 +11,12 @@ from dynamic_cp.decide import cli
 from dynamic_cp.decide.bounds import lower_bound
 from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.serialize import plan_from_dict
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import CP_COMM_TYPES, DataParallel, PlanOptions, Problem, Topology
+from dynamic_cp.types import CP_COMM_TYPES, DataParallel, Topology
+from tests.unit.support import llama_on_h100
 
 LENGTHS = [900, 12, 40, 7, 300, 64, 64, 1, 33, 250]
 
@@ -106,14 +107,7 @@ def test_a_workload_is_drawn(capsys):
 def test_auto_is_what_memory_holds(capsys):
     report = report_of(capsys, *GITHUB, "--max-tokens-per-rank", "auto", "--cp-comm-type", "auto")
     topology = Topology(num_lanes=16, tp_size=2, sequence_parallel=True)
-    memory = MemoryModel(
-        Problem(
-            topology=topology,
-            model=load_model("llama-3-8b"),
-            hardware=load_hardware("h100"),
-            options=PlanOptions(max_tokens_per_rank=1, recompute="full", cp_comm_types=CP_COMM_TYPES),
-        )
-    )
+    memory = MemoryModel(llama_on_h100(topology, recompute="full", cp_comm_types=CP_COMM_TYPES))
     plan = plan_from_dict(report["plan"])
     assert report["max_tokens_per_rank"] == plan.max_tokens_per_rank
     assert plan.max_tokens_per_rank == memory.max_tokens_per_rank(max(seqlens_of(report)))
@@ -146,15 +140,9 @@ def test_bound(capsys):
     words = [*GITHUB, "--max-tokens-per-rank", "8192", "--pp", "2"]
     report = report_of(capsys, *words, "--bound")
     plan = plan_from_dict(report["plan"])
-    cost_model = CostModel(
-        Problem(
-            topology=plan.topology,
-            model=load_model("llama-3-8b"),
-            hardware=load_hardware("h100"),
-            options=PlanOptions(max_tokens_per_rank=8192, recompute="full", cp_comm_types=CP_COMM_TYPES),
-            data_parallel=DataParallel(overlap_grad_reduce=True, overlap_param_gather=True),
-        )
-    )
+    options = {"max_tokens_per_rank": 8192, "recompute": "full", "cp_comm_types": CP_COMM_TYPES}
+    overlapped = DataParallel(overlap_grad_reduce=True, overlap_param_gather=True)
+    cost_model = CostModel(replace(llama_on_h100(plan.topology, **options), data_parallel=overlapped))
     assert report["makespan_s"] == simulate(plan, cost_model).makespan_s
     assert report["predicted_s"] == pytest.approx(simulate(plan, cost_model).iteration_s)
     assert report["predicted_s"] > report["makespan_s"]

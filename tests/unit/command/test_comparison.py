@@ -23,9 +23,9 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.search.search import POLICIES, plan_global_batch
+from dynamic_cp.search.search import POLICIES, plan_problem
 from dynamic_cp.types import Experts, PlanOptions, Problem, Topology, parse_mask_rule, with_exchanges
-from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
+from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, problem_of, samples_of
 
 TOPOLOGIES = [
     Topology(num_lanes=8, ranks_per_node=4),
@@ -101,13 +101,10 @@ def test_parts_of_experts_add_up(topology):
 
 
 def parts_of(topology, hardware, seqlens, cp_size, **options):
-    given = {"max_tokens_per_rank": 4000, "bytes_per_element": 4, "cp_comm_types": ("p2p",), **options}
-    options = PlanOptions(static_cp_size=cp_size, **given)
-    planned = plan_global_batch(
-        samples_of(seqlens), topology=topology, model=TINY_MODEL, hardware=hardware, options=options, policy="static"
-    )
-    prices = prices_by_part(Problem(topology=topology, model=TINY_MODEL, hardware=hardware, options=options))
-    return time_parts(simulate(planned.plan, prices.all), prices)
+    given = {"max_tokens_per_rank": 4000, "bytes_per_element": 4, **options}
+    problem = problem_of(topology, hardware=hardware, policy="static", static_cp_size=cp_size, **given)
+    prices = prices_by_part(problem)
+    return time_parts(simulate(plan_problem(problem, samples_of(seqlens)).plan, prices.all), prices)
 
 
 def test_each_part_has_its_cause():

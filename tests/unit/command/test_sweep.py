@@ -21,16 +21,7 @@ import pytest
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli.parameters import exchanges_tried, trained_hardware
 from dynamic_cp.decide.cli.parameters import load_model as load_as_trained
-from dynamic_cp.decide.sweep import (
-    Point,
-    Setting,
-    Space,
-    SweepJob,
-    evaluate,
-    launch_flags,
-    layouts_of,
-    sweep,
-)
+from dynamic_cp.decide.sweep import Point, Setting, Space, SweepJob, evaluate, launch_flags, layouts_of, sweep
 from dynamic_cp.decide.sweep.flags import launcher, model_flags
 from dynamic_cp.decide.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.decide.sweep.space import Refused, settings_of, variants

@@ -9,18 +9,15 @@ import numpy as np
 
 from dynamic_cp.packing.durations import Durations, Packing
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import PlanOptions, Problem, Topology
-from tests.unit.support import TINY_HARDWARE, TINY_MODEL
+from dynamic_cp.types import Topology
+from tests.unit.support import TINY_HARDWARE, TINY_MODEL, problem_of
 
 DEEP_MODEL = replace(TINY_MODEL, num_layers=24)
 """Enough layers for any pipeline of the tests: every chunk needs one."""
 
 
 def deep_cost_model(topology: Topology, **options: object) -> CostModel:
-    settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, "cp_comm_types": ("p2p",), **options}
-    return CostModel(
-        Problem(topology=topology, model=DEEP_MODEL, hardware=TINY_HARDWARE, options=PlanOptions(**settings))
-    )
+    return CostModel(problem_of(topology, DEEP_MODEL, TINY_HARDWARE, **{"bytes_per_element": 4, **options}))
 
 
 def descending(seqlens: Iterable[int]) -> np.ndarray:

@@ -15,9 +15,9 @@ from dynamic_cp.pipeline.simulator import makespan_ns as simulated_ns
 from dynamic_cp.plans.padding import padded_seqlens, rank_multiple, sample_multiple
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import Experts, PlanOptions, Problem, Topology
+from dynamic_cp.types import Experts, Topology
 from tests.unit.packing.packings import DEEP_MODEL, deep_cost_model, descending
-from tests.unit.support import CURVED_HARDWARE, causal, samples_of
+from tests.unit.support import CURVED_HARDWARE, causal, problem_of, samples_of
 
 
 def random_packing(rng: random.Random, model: CostModel) -> tuple[np.ndarray, Packing]:
@@ -88,11 +88,7 @@ def random_model(rng: random.Random) -> CostModel:
     # Many heads and a fast exchange, so that a2a is possible and pays.
     many_heads = replace(DEEP_MODEL, num_attention_heads=16, num_query_groups=16, kv_channels=8)
     hardware = replace(CURVED_HARDWARE, bandwidth_in_node_bytes_per_s=1e9, exchange_latency_s_per_layer=1e-6)
-    return CostModel(
-        Problem(
-            topology=topology, model=many_heads, hardware=hardware, options=PlanOptions(bytes_per_element=2, **options)
-        )
-    )
+    return CostModel(problem_of(topology, many_heads, hardware, **options))
 
 
 def test_the_judge_is_the_simulator():
@@ -134,12 +130,8 @@ def test_the_judge_is_the_simulator_where_lanes_share_experts():
             vp_size=rng.choice([1, 2]) if pp_size > 1 else 1, ranks_per_node=rng.choice([2, 4, 8]),
             sequence_parallel=tp_size > 1,
         )  # fmt: skip
-        options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p", "all_gather"), bytes_per_element=4)
-        model = CostModel(
-            Problem(
-                topology=topology, model=replace(DEEP_MODEL, experts=experts), hardware=CURVED_HARDWARE, options=options
-            )
-        )
+        options = {"max_tokens_per_rank": 64, "cp_comm_types": ("p2p", "all_gather"), "bytes_per_element": 4}
+        model = CostModel(problem_of(topology, replace(DEEP_MODEL, experts=experts), **options))
         seqlens, packing = random_packing(rng, model)
         plan = build_plan(samples_of(seqlens), price_packing(causal(seqlens), packing, model), model, "random")
         check_plan(plan, samples_of(seqlens))

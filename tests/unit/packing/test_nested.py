@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from dynamic_cp.decide.workloads import draw_lengths
-from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.packing.durations import durations_of, sample_ns
 from dynamic_cp.packing.judge import build_plan, makespan_ns, price_packing
 from dynamic_cp.packing.nested import choose_cp_sizes, pack_nested
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import Topology
 from tests.unit.packing.packings import check_packing, contents, descending
-from tests.unit.support import causal, samples_of, tiny_cost_model
+from tests.unit.support import causal, llama_on_h100, samples_of, tiny_cost_model
 
 NO_QUOTA = 1e18
 """Nanoseconds that no sample lasts; infinite ones are those of samples that do not fit."""
@@ -128,12 +127,8 @@ def test_groups_shrink_so_that_no_lane_waits(num_lanes):
 
 def test_a_bucket_that_has_taken_samples_is_not_taken_as_if_it_had_not():
     """Where hidden exchange lets long samples share buckets, and memory then lets these buckets share others."""
-    planned = plan_global_batch(
-        samples_of(draw_lengths("github", 2048, 0, 131072).tolist()),
-        topology=Topology(num_lanes=128),
-        model=load_model("llama-3-8b"),
-        hardware=load_hardware("h100"),
-        options=PlanOptions(max_tokens_per_rank=1280, cp_comm_types=("p2p", "a2a+p2p")),
-    )
+    options = {"max_tokens_per_rank": 1280, "cp_comm_types": ("p2p", "a2a+p2p")}
+    samples = samples_of(draw_lengths("github", 2048, 0, 131072))
+    planned = plan_problem(llama_on_h100(Topology(num_lanes=128), **options), samples)
     check_plan(planned.plan)
     assert max(planned.plan.cp_histogram) == 128

@@ -14,27 +14,21 @@ from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.pricing.allowed import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.table import duration_ns
-from dynamic_cp.types import PlanOptions, Problem, Topology
-from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, tiny_cost_model
+from dynamic_cp.types import PlanOptions, Topology
+from tests.unit.support import problem_of, tiny_cost_model
 
 
 def test_allowed_cp_sizes():
-    assert allowed_cp_sizes(Topology(num_lanes=6), PlanOptions(max_tokens_per_rank=8, cp_comm_types=("p2p",))) == (
-        1,
-        2,
-        4,
-    )
-    options = PlanOptions(max_tokens_per_rank=8, min_cp_size=2, max_cp_size=2, cp_comm_types=("p2p",))
-    assert allowed_cp_sizes(Topology(num_lanes=6), options) == (2,)
+    def allowed(**sizes):
+        options = PlanOptions(max_tokens_per_rank=8, cp_comm_types=("p2p",), **sizes)
+        return allowed_cp_sizes(Topology(num_lanes=6), options)
+
+    assert allowed() == (1, 2, 4)
+    assert allowed(min_cp_size=2, max_cp_size=2) == (2,)
     with pytest.raises(InvalidInputError, match=r"max_cp_size is 8.*6 lanes has 4"):
-        allowed_cp_sizes(
-            Topology(num_lanes=6), PlanOptions(max_tokens_per_rank=8, max_cp_size=8, cp_comm_types=("p2p",))
-        )
+        allowed(max_cp_size=8)
     with pytest.raises(InvalidInputError, match=r"min_cp_size is 4.*is 2"):
-        allowed_cp_sizes(
-            Topology(num_lanes=6),
-            PlanOptions(max_tokens_per_rank=8, min_cp_size=4, max_cp_size=2, cp_comm_types=("p2p",)),
-        )
+        allowed(min_cp_size=4, max_cp_size=2)
 
 
 def test_a_full_bucket_stays_within_the_limit_and_one_more_token_does_not():
@@ -57,14 +51,7 @@ def test_the_price_table_and_the_limits_agree_on_capacities():
 def test_durations_are_the_price_of_a_group_across_nodes_where_there_is_one(exchanges, pp_size):
     rng = random.Random(5)
     topology = Topology(num_lanes=8, ranks_per_node=2, pp_size=pp_size)
-    model = CostModel(
-        Problem(
-            topology=topology,
-            model=TINY_MODEL,
-            hardware=CURVED_HARDWARE,
-            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=exchanges),
-        )
-    )
+    model = CostModel(problem_of(topology, cp_comm_types=exchanges))
     assert model.table.slowest_s_per_token > 0
     durations = durations_of(model.table, 8)
     for k in range(4):

@@ -92,9 +92,7 @@ def test_balanced_is_longest_first_into_the_cheapest_with_room(cp_size):
             none += 1
             continue
         tokens = np.bincount(
-            packing.bucket_of_sample,
-            -(-seqlens // prices.multiples[k]) * prices.multiples[k],
-            minlength=len(buckets),
+            packing.bucket_of_sample, -(-seqlens // prices.multiples[k]) * prices.multiples[k], minlength=len(buckets)
         )
         assert sorted(tokens) == sorted(tokens for _, tokens, _ in buckets)
     assert 10 < none < 190

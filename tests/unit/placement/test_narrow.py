@@ -16,17 +16,7 @@ from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of, programmes_of
 from dynamic_cp.placement.runs import count_tiles, cut_samples, runs_of
 from dynamic_cp.placement.transport import fetches_of
-from dynamic_cp.types import (
-    CAUSAL,
-    FULL,
-    Bucket,
-    Lambda,
-    Mask,
-    Placement,
-    Sample,
-    Topology,
-    parse_placement,
-)
+from dynamic_cp.types import CAUSAL, FULL, Bucket, Lambda, Mask, Placement, Sample, Topology, parse_placement
 from dynamic_cp.types.placement import COLUMN
 from tests.placements import random_placement
 from tests.unit.placement.instances import dense, random_samples, touched_by

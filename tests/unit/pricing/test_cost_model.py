@@ -22,7 +22,7 @@ from dynamic_cp.types import (
     RecomputedLayers,
     Topology,
 )
-from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
+from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, problem_of, samples_of, tiny_cost_model
 
 
 def test_all_gather_hides_nothing():
@@ -106,8 +106,7 @@ FOUR_LANES = Topology(num_lanes=4)
 
 
 def unit_prices(model=UNIT_MODEL, hardware=UNIT_HARDWARE, topology=FOUR_LANES, **given):
-    options = PlanOptions(**{"cp_comm_types": ("p2p",), "max_tokens_per_rank": 256, **given})
-    return CostModel(Problem(topology=topology, model=model, hardware=hardware, options=options))
+    return CostModel(problem_of(topology, model, hardware, **given))
 
 
 def unit_cost(tokens=16, **given):
@@ -349,13 +348,10 @@ def test_tensor_parallel_collectives_by_hand():
 def test_gradient_reduction_by_hand():
     """34 weights and 2 tables of 10: 4 bytes of gradient and 2 of weight each, 3/4 of them move; nothing overlaps."""
     hardware = replace(UNIT_HARDWARE, collective_bandwidth_in_node_bytes_per_s=9)
-    options = PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",))
 
     def reduction_s(model=UNIT_MODEL, **sizes):
-        problem = Problem(
-            topology=Topology(**sizes), model=model, hardware=hardware, options=options, data_parallel=DataParallel()
-        )
-        return CostModel(problem).reduction.least_s
+        problem = problem_of(Topology(**sizes), model, hardware)
+        return CostModel(replace(problem, data_parallel=DataParallel())).reduction.least_s
 
     assert reduction_s(num_lanes=4) == pytest.approx(54 * 6 * 0.75 / 9)
     assert reduction_s(replace(UNIT_MODEL, share_embeddings_and_output_weights=True), num_lanes=4) == pytest.approx(

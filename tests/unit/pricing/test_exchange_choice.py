@@ -49,8 +49,7 @@ def test_one_dominating_sample_gains_most():
 
 
 @pytest.mark.parametrize(
-    ("exchanges", "kv_groups", "widest"),
-    [(RING, 40, 8), (RING, 8, 32), (ALL, 40, 32), (ALL, 8, 32)],
+    ("exchanges", "kv_groups", "widest"), [(RING, 40, 8), (RING, 8, 32), (ALL, 40, 32), (ALL, 8, 32)]
 )
 def test_blocks_are_as_wide_as_the_largest_group_that_pays(exchanges, kv_groups, widest):
     problem = with_exchanges(problem_of("github_pp8_n32_128k", 0), exchanges)

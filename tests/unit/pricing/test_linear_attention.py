@@ -23,7 +23,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.linear_prices import BACKWARD_OVER_FORWARD, StageLinearAttention, sent_states
 from dynamic_cp.pricing.stage import _linear_attention_of
 from dynamic_cp.pricing.work import batch_flops
-from dynamic_cp.search.search import plan_global_batch, plan_problem
+from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import (
     IN_NODE,
     Bucket,
@@ -37,6 +37,7 @@ from dynamic_cp.types import (
     allowed_exchanges,
     parse_mask,
 )
+from tests.unit import support
 from tests.unit.support import CURVED_HARDWARE, HOST_HARDWARE, TINY_MODEL, samples_of
 
 SIZES = LinearAttention(kind="gated_delta_net", num_heads=8, num_groups=4, key_size=16, value_size=32)
@@ -46,7 +47,7 @@ HARDWARE = replace(CURVED_HARDWARE, linear_attention_flops_per_s=1e9, memory_ban
 
 def problem_of(num_lanes: int = 4, hardware=HARDWARE, model=MODEL, **options: object) -> Problem:
     given = {"max_tokens_per_rank": 600, "cp_comm_types": ("p2p", "a2a"), **options}
-    return Problem(topology=Topology(num_lanes=num_lanes), model=model, hardware=hardware, options=PlanOptions(**given))
+    return support.problem_of(Topology(num_lanes=num_lanes), model, hardware, **given)
 
 
 def stage_of(problem: Problem) -> StageLinearAttention:
@@ -157,11 +158,10 @@ def test_bytes_of_a_bucket_are_those_of_its_formula(way):
 def test_states_are_kept_for_each_sample_and_only_where_they_are_not_recomputed():
     topology = Topology(num_lanes=4, tp_size=2)
     (linear,) = (layer for _, layer in MODEL.stages(1)[0].layers if layer.linear_attention)
-    kept = activation_bytes(MODEL, topology, PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",)), linear)
+    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",))
+    kept = activation_bytes(MODEL, topology, options, linear)
     assert kept.states_per_layer == 2 * (SIZES.state_bytes + SIZES.summary_bytes) / 2
-    again = activation_bytes(
-        MODEL, topology, PlanOptions(max_tokens_per_rank=64, recompute="selective", cp_comm_types=("p2p",)), linear
-    )
+    again = activation_bytes(MODEL, topology, replace(options, recompute="selective"), linear)
     assert (again.states_per_layer, again.states_working) == (0.0, kept.states_per_layer)
     assert again.per_layer < kept.per_layer
     assert kept.working >= 4 * 4 * SIZES.value_channels / 2, "a gate and a norm that backward computes again in float32"
@@ -250,15 +250,8 @@ def test_masks_and_heads_that_tp_cannot_divide_are_refused():
     masked = [replace(one, mask=parse_mask("full")) for one in samples_of([40])]
     with pytest.raises(UnsupportedFeatureError, match="a state of linear attention has seen all tokens"):
         plan_problem(problem_of(), masked)
-    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",))
     with pytest.raises(InvalidInputError, match="TP 3 does not divide"):
-        plan_global_batch(
-            samples_of([40]),
-            topology=Topology(num_lanes=1, tp_size=3),
-            model=MODEL,
-            hardware=HARDWARE,
-            options=options,
-        )
+        plan_problem(support.problem_of(Topology(num_lanes=1, tp_size=3), MODEL, HARDWARE), samples_of([40]))
     assert "blocks" not in allowed_exchanges("auto", MODEL, has_masks=True, state_exchange="heads")
 
 

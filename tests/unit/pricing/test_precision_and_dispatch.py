@@ -14,17 +14,8 @@ from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.edges import Edges, Reduction, tensor_s_per_token
 from dynamic_cp.pricing.experts import EXPOSED_SHARE, expert_prices
-from dynamic_cp.types import (
-    Bucket,
-    Hardware,
-    MicroBatch,
-    ModelShape,
-    Plan,
-    PlanOptions,
-    Problem,
-    Sample,
-    Topology,
-)
+from dynamic_cp.types import Bucket, Hardware, MicroBatch, ModelShape, Plan, Problem, Sample, Topology
+from tests.unit.support import problem_of
 
 H100, DENSE = load_hardware("h100"), load_model("llama-3-8b")
 MOE = load_model("qwen3-30b-a3b")
@@ -34,10 +25,8 @@ TWO_NODES = Topology(num_lanes=16, ep_size=16)
 def problem(
     model: ModelShape = DENSE, topology: Topology | None = None, hardware: Hardware = H100, **options: object
 ) -> Problem:
-    given = {"max_tokens_per_rank": 8192, **options}
-    return Problem(
-        topology=topology or Topology(num_lanes=8), model=model, hardware=hardware, options=PlanOptions(**given)
-    )
+    given = {"max_tokens_per_rank": 8192, "cp_comm_types": ("auto",), **options}
+    return problem_of(topology or Topology(num_lanes=8), model, hardware, **given)
 
 
 def sent_s(**experts: object) -> float:

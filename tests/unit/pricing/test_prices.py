@@ -13,8 +13,8 @@ from dynamic_cp.mechanisms.transfers import lanes_in_one_node, links_of
 from dynamic_cp.pricing import table as prices
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.pricing.table import best_option, duration_ns
-from dynamic_cp.types import PlanOptions, Problem, Topology
-from tests.unit.support import CURVED_HARDWARE, HOST_HARDWARE, TINY_HARDWARE, TINY_MODEL, tiny_cost_model
+from dynamic_cp.types import Topology
+from tests.unit.support import CURVED_HARDWARE, HOST_HARDWARE, TINY_HARDWARE, problem_of, tiny_cost_model
 
 EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -100,8 +100,8 @@ def test_a_weight_of_zero_ends_the_kinks():
 def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
     rng = random.Random(recompute)
     topology = Topology(num_lanes=12, pp_size=2, ranks_per_node=6)
-    options = PlanOptions(max_tokens_per_rank=512, recompute=recompute, cp_comm_types=EXCHANGES)
-    model = CostModel(Problem(topology=topology, model=TINY_MODEL, hardware=hardware, options=options))
+    options = {"max_tokens_per_rank": 512, "recompute": recompute, "cp_comm_types": EXCHANGES}
+    model = CostModel(problem_of(topology, hardware=hardware, **options))
     seen = set()
     for _ in range(300):
         k = rng.randrange(4)

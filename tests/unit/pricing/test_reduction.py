@@ -11,10 +11,11 @@ from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.edges import Edges, Reduction
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.types import DataParallel, PlanOptions, Problem, Topology
-from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
+from dynamic_cp.types import DataParallel, Topology
+from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, problem_of, samples_of
 
 OVERLAPPED = DataParallel(overlap_grad_reduce=True, overlap_param_gather=True)
+FAST_COLLECTIVES = replace(CURVED_HARDWARE, collective_bandwidth_in_node_bytes_per_s=1e9)
 
 
 def edges(last_s: float, end_s: float = 10.0, first_s: float = 1.0) -> Edges:
@@ -28,12 +29,7 @@ def of(reduce_s: float, gather_s: float = 0.0, num_buckets: int = 4, *, hides: b
 
 @pytest.mark.parametrize(
     ("reduction", "last_s", "exposed_s"),
-    [
-        (of(2.0, hides=False), 8.0, 2.0),
-        (of(2.0), 8.0, 0.5),
-        (of(2.0), 1.0, 1.25),
-        (of(2.0, num_buckets=1), 8.0, 2.0),
-    ],
+    [(of(2.0, hides=False), 8.0, 2.0), (of(2.0), 8.0, 0.5), (of(2.0), 1.0, 1.25), (of(2.0, num_buckets=1), 8.0, 2.0)],
 )
 def test_what_the_last_backward_pass_hides_by_hand(reduction: Reduction, last_s: float, exposed_s: float) -> None:
     assert reduction.exposed_s(edges(last_s), 10.0) == pytest.approx(exposed_s)
@@ -78,13 +74,8 @@ def test_the_closed_form_is_what_events_give(seed: int) -> None:
 
 @pytest.mark.parametrize(("pp_size", "vp_size"), [(1, 1), (2, 1), (2, 2)])
 def test_overlapping_shortens_a_step_and_changes_no_plan(pp_size: int, vp_size: int) -> None:
-    hardware = replace(CURVED_HARDWARE, collective_bandwidth_in_node_bytes_per_s=1e9)
-    problem = Problem(
-        topology=Topology(num_lanes=4, pp_size=pp_size, vp_size=vp_size),
-        model=replace(TINY_MODEL, num_layers=4, vocab_size=10_000_000),
-        hardware=hardware,
-        options=PlanOptions(max_tokens_per_rank=4096, cp_comm_types=("p2p",)),
-    )
+    topology, model = Topology(num_lanes=4, pp_size=pp_size, vp_size=vp_size), replace(TINY_MODEL, vocab_size=10**7)
+    problem = problem_of(topology, model, FAST_COLLECTIVES, max_tokens_per_rank=4096)
     samples = samples_of([4000, 3000, 900, 800, 700, 600] * 3)
     exposed = plan_problem(replace(problem, data_parallel=DataParallel()), samples)
     overlapped = plan_problem(replace(problem, data_parallel=OVERLAPPED), samples)
@@ -97,13 +88,7 @@ def test_overlapping_shortens_a_step_and_changes_no_plan(pp_size: int, vp_size: 
 
 def test_an_optimizer_that_lanes_do_not_share_reduces_whole_gradients_and_gathers_nothing() -> None:
     """An all-reduce is a reduce-scatter and an all-gather of gradients, and hides as they do."""
-    hardware = replace(CURVED_HARDWARE, collective_bandwidth_in_node_bytes_per_s=1e9)
-    problem = Problem(
-        topology=Topology(num_lanes=4),
-        model=TINY_MODEL,
-        hardware=hardware,
-        options=PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",)),
-    )
+    problem = problem_of(Topology(num_lanes=4), hardware=FAST_COLLECTIVES)
     shared = Reduction.of(problem)
     whole = DataParallel(distributed_optimizer=False, overlap_grad_reduce=True)
     alone = Reduction.of(replace(problem, data_parallel=whole))

@@ -10,16 +10,16 @@ import pytest
 from dynamic_cp.decide.sent import nodes_of, sent_by_bucket, sent_by_plan
 from dynamic_cp.plans.padding import lane_tokens
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import EVERY_LAYER, Bucket, MicroBatch, Plan, PlanOptions, Problem, RecomputedLayers, Topology
+from dynamic_cp.types import EVERY_LAYER, Bucket, MicroBatch, Plan, Problem, RecomputedLayers, Topology
 from tests.sent_bytes import sent_by
-from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
+from tests.unit import support
+from tests.unit.support import TINY_MODEL, samples_of
 
 MODEL = replace(TINY_MODEL, num_attention_heads=16, num_query_groups=4)
 
 
 def problem_of(topology: Topology, **options: object) -> Problem:
-    given = PlanOptions(**{"max_tokens_per_rank": 600, "bytes_per_element": 2, "cp_comm_types": ("p2p",), **options})
-    return Problem(topology=topology, model=MODEL, hardware=CURVED_HARDWARE, options=given)
+    return support.problem_of(topology, MODEL, max_tokens_per_rank=600, **options)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Small timelines that the tests of pictures, traces and pages share."""
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -11,9 +12,9 @@ from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.placement.legal import tiles_between
 from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.sent import Sent, TokenBytes, sent_by_lanes
-from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import CAUSAL, Bucket, Lambda, Placement, PlanOptions, Sample, Topology
-from tests.unit.support import TINY_HARDWARE, TINY_MODEL, plan_of, samples_of, tiny_cost_model
+from tests.unit.support import TINY_HARDWARE, TINY_MODEL, plan_of, problem_of, samples_of, tiny_cost_model
 
 LENGTHS = (900, 500, 310, 250, 200, 130, 90, 64, 33, 20, 11, 7, 5, 3, 2, 1)
 CASES = ("usual", "one", "pp8-vp2", "4096-lanes", "mostly-empty", "many-micro-batches")
@@ -34,20 +35,10 @@ def timelines(case: str) -> tuple[tuple[str, Timeline], ...]:
         "mostly-empty": (Topology(num_lanes=16), (900, 3)),
         "many-micro-batches": (Topology(num_lanes=2, pp_size=4), (250,) * 300),
     }[case]
-    options = {"max_tokens_per_rank": 256, "bytes_per_element": 4, "cp_comm_types": ("p2p",)}
-    return tuple(
-        (
-            policy,
-            simulate(
-                plan_global_batch(
-                    samples_of(seqlens), topology=topology, model=TINY_MODEL, hardware=TINY_HARDWARE,
-                    options=PlanOptions(**options), policy=policy,
-                ).plan,
-                tiny_cost_model(topology),
-            ),
-        )
-        for policy in ("static", "dynamic")
-    )  # fmt: skip
+    problem = problem_of(topology, hardware=TINY_HARDWARE, bytes_per_element=4)
+    policies = {name: replace(problem, policy=name) for name in ("static", "dynamic")}
+    plans = {name: plan_problem(one, samples_of(seqlens)).plan for name, one in policies.items()}
+    return tuple((name, simulate(plan, tiny_cost_model(topology))) for name, plan in plans.items())
 
 
 class PlacedCase(NamedTuple):

@@ -45,10 +45,7 @@ def test_more_lanes_than_any_cluster_has():
     ("flags", "message"),
     [
         (["--pp", "64"], r"--pp 64 --vpp 1: PP x VPP cannot share out the layers \(the model has 32 layers"),
-        (
-            ["--pp", "8", "--vpp", "5"],
-            r"--pp 8 --vpp 5: PP x VPP cannot share out the layers \(the model has 32 ",
-        ),
+        (["--pp", "8", "--vpp", "5"], r"--pp 8 --vpp 5: PP x VPP cannot share out the layers \(the model has 32 "),
         (["--lanes", "10000000000000"], r"error: --lanes is 10000000000000"),
         (["--global-batch-size", "10000000000000"], r"--global-batch-size is 10000000000000, 1 to 10000000 samples"),
         (["--max-tokens-per-rank", "9223372036854775807"], r"error: --max-tokens-per-rank is 9223372036854775807"),

@@ -11,9 +11,10 @@ from benchmarks.planner.experts import GOAL, SETTINGS, problem_of
 from dynamic_cp.decide.bounds import lower_bound
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import Experts, PlanOptions, Topology
-from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import Experts, Topology
+from tests.unit import support
+from tests.unit.support import TINY_MODEL, samples_of
 
 CASES = tuple(one for one in SETTINGS if one.pp == 1 and one.samples <= 512)
 
@@ -42,10 +43,8 @@ def test_placed_attention_is_refused_where_lanes_share_experts():
     topology = Topology(num_lanes=4, ep_size=4)
 
     def planned(*exchanges):
-        return plan_global_batch(
-            samples_of([100, 40, 9]), topology=topology, model=shape, hardware=CURVED_HARDWARE,
-            options=PlanOptions(max_tokens_per_rank=64, cp_comm_types=exchanges),
-        )  # fmt: skip
+        problem = support.problem_of(topology, shape, max_tokens_per_rank=64, cp_comm_types=exchanges)
+        return plan_problem(problem, samples_of([100, 40, 9]))
 
     with pytest.raises(UnsupportedFeatureError, match="blocks may cut blocks of 4 lanes that share experts"):
         planned("blocks")

@@ -16,24 +16,16 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import CP_COMM_TYPES, LinearAttention, PlannedBatch, PlanOptions, Problem, Topology
+from tests.unit import support
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
-CASES = [
-    (2, 1, (60, 50, 33, 20, 9)),
-    (2, 2, (60, 33, 9)),
-    (4, 1, (100, 50)),
-    (2, 4, (60, 33)),
-]
+CASES = [(2, 1, (60, 50, 33, 20, 9)), (2, 2, (60, 33, 9)), (4, 1, (100, 50)), (2, 4, (60, 33))]
 
 
 def problem_of(num_lanes: int, pp_size: int, search: str, **more) -> Problem:
     options = {"max_tokens_per_rank": 64, "bytes_per_element": 4, "cp_comm_types": CP_COMM_TYPES, **more}
-    return Problem(
-        topology=Topology(num_lanes=num_lanes, pp_size=pp_size),
-        model=TINY_MODEL,
-        hardware=TINY_HARDWARE,
-        options=PlanOptions(**options, search=search),
-    )
+    topology = Topology(num_lanes=num_lanes, pp_size=pp_size)
+    return support.problem_of(topology, hardware=TINY_HARDWARE, search=search, **options)
 
 
 def planned_both(num_lanes: int, pp_size: int, lengths: tuple[int, ...]) -> tuple[PlannedBatch, PlannedBatch]:

@@ -14,21 +14,14 @@ from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.candidates import Search, batch_of
-from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import PlanOptions, Problem, Sample, Topology
-from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import Sample, Topology
+from tests.unit.support import TINY_HARDWARE, TINY_MODEL, llama_on_h100, problem_of, samples_of
 
 
 def plan(samples, topology, policy="dynamic", **options):
-    settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, "cp_comm_types": ("p2p",), **options}
-    return plan_global_batch(
-        samples,
-        topology=topology,
-        model=TINY_MODEL,
-        hardware=TINY_HARDWARE,
-        options=PlanOptions(**settings),
-        policy=policy,
-    )
+    problem = problem_of(topology, hardware=TINY_HARDWARE, policy=policy, **{"bytes_per_element": 4, **options})
+    return plan_problem(problem, samples)
 
 
 def heavy_tailed(count: int, longest: int, seed: int = 0):
@@ -125,41 +118,38 @@ MANY_HEADS = replace(TINY_MODEL, num_attention_heads=16, num_query_groups=16, kv
 
 
 @pytest.mark.parametrize(
-    ("topology", "options", "model", "hardware", "lengths"),
+    ("problem", "lengths"),
     [
         pytest.param(
-            Topology(num_lanes=8, ranks_per_node=7),
-            PlanOptions(max_tokens_per_rank=300, min_cp_size=2, max_cp_size=2, cp_comm_types=("all_gather",)),
-            MANY_HEADS,
-            SLOW_ACROSS,
+            problem_of(
+                Topology(num_lanes=8, ranks_per_node=7), MANY_HEADS, SLOW_ACROSS, max_tokens_per_rank=300,
+                min_cp_size=2, max_cp_size=2, cp_comm_types=("all_gather",),
+            ),
             [42, 130, 107, 82, 69, 128, 25, 94, 117, 1, 120],
             id="links",
         ),
         pytest.param(
-            Topology(num_lanes=8, ranks_per_node=2),
-            PlanOptions(max_tokens_per_rank=300, min_cp_size=4, max_cp_size=4, cp_comm_types=("p2p", "a2a+p2p")),
-            MANY_HEADS,
-            SLOW_ACROSS,
+            problem_of(
+                Topology(num_lanes=8, ranks_per_node=2), MANY_HEADS, SLOW_ACROSS, max_tokens_per_rank=300,
+                min_cp_size=4, max_cp_size=4, cp_comm_types=("p2p", "a2a+p2p"),
+            ),
             [900, *range(3, 60)],
             id="exposed",
         ),
         pytest.param(
-            Topology(num_lanes=1, tp_size=3, ranks_per_node=6),
-            PlanOptions(max_tokens_per_rank=2, cp_comm_types=("p2p", "all_gather"), recompute="selective"),
-            TINY_MODEL,
-            FREE_HARDWARE,
+            problem_of(
+                Topology(num_lanes=1, tp_size=3, ranks_per_node=6), hardware=FREE_HARDWARE, max_tokens_per_rank=2,
+                cp_comm_types=("p2p", "all_gather"), recompute="selective",
+            ),
             [2, 2, 2, 1, 1, 2, 1],
             id="rounding",
         ),
     ],
-)
-def test_static_candidates_are_left_out_only_when_they_cannot_win(topology, options, model, hardware, lengths):
-    search = Search(
-        batch_of(samples_of(lengths), model),
-        CostModel(Problem(topology=topology, model=model, hardware=hardware, options=options)),
-    )
+)  # fmt: skip
+def test_static_candidates_are_left_out_only_when_they_cannot_win(problem, lengths):
+    search = Search(batch_of(samples_of(lengths), problem.model), CostModel(problem))
     static_ns = min(one.makespan_ns for policy in ("static", "balanced") for one in search.candidates(policy))
-    assert search._least_static_ns(options.min_cp_size.bit_length() - 1) <= static_ns
+    assert search._least_static_ns(problem.options.min_cp_size.bit_length() - 1) <= static_ns
 
 
 @pytest.mark.parametrize("policy", ["static", "balanced"])
@@ -177,15 +167,12 @@ def test_static_cp_gets_the_rows_that_samples_of_more_than_half_a_bucket_need():
 
 def test_with_many_lanes_and_a_pipeline_it_stays_well_ahead_of_greedy():
     """Eight blocks of eight lanes: the longest samples are dealt to more than four of them."""
-    job = {"topology": Topology(num_lanes=64, pp_size=4), "model": load_model("llama-2-13b")}
-    job |= {
-        "hardware": load_hardware("h100"),
-        "options": PlanOptions(max_tokens_per_rank=16384, recompute="full", cp_comm_types=("p2p",)),
-    }
+    topology, options = Topology(num_lanes=64, pp_size=4), {"max_tokens_per_rank": 16384, "recompute": "full"}
+    problem = problem_of(topology, load_model("llama-2-13b"), load_hardware("h100"), **options)
     for count, seed, gain in ((1024, 0, 1.2), (768, 1, 1.1)):
         samples = samples_of(draw_lengths("lognormal-github", count, seed, 131072).tolist())
         dynamic, greedy = (
-            plan_global_batch(samples, policy=policy, **job).predicted_s for policy in ("dynamic", "megatron-dev")
+            plan_problem(replace(problem, policy=one), samples).predicted_s for one in ("dynamic", "megatron-dev")
         )
         assert greedy / dynamic > gain
 
@@ -201,17 +188,11 @@ def test_a_given_static_size_changes_only_what_is_compared_with():
 
 def giant_on_h100(policy: str, topology: Topology, lengths: list[int], **options):
     """Return a plan of a tuned job with one giant, for which a block of a static size must not also take the next."""
-    settings = {"max_tokens_per_rank": 32768, "static_cp_size": 2, **options}
-    return plan_global_batch(
-        samples_of(lengths),
-        topology=topology,
-        model=load_model("llama-3-8b"),
-        hardware=load_hardware("h100"),
-        options=PlanOptions(**settings, cp_comm_types=("p2p", "all_gather", "a2a", "a2a+p2p")),
-        policy=policy,
-    )
+    given = {"max_tokens_per_rank": 32768, "static_cp_size": 2, "cp_comm_types": UNPLACED, **options}
+    return plan_problem(llama_on_h100(topology, policy=policy, **given), samples_of(lengths))
 
 
+UNPLACED = ("p2p", "all_gather", "a2a", "a2a+p2p")
 ONE_GIANT = [60000, 30000, 30000, 15000, 15000, 15000, 15000, 8000, 8000, 8000]
 
 
@@ -233,11 +214,6 @@ def test_a_batch_without_a_pipeline_reaches_its_bound():
     topology = Topology(num_lanes=16, tp_size=2, sequence_parallel=True)
     lengths = draw_lengths("sft_longalign", 256, 0, 131072).tolist()
     planned = giant_on_h100("dynamic", topology, lengths, max_tokens_per_rank=15636)
-    problem = Problem(
-        topology=topology,
-        model=load_model("llama-3-8b"),
-        hardware=load_hardware("h100"),
-        options=PlanOptions(max_tokens_per_rank=15636, cp_comm_types=("p2p", "all_gather", "a2a", "a2a+p2p")),
-    )
+    problem = llama_on_h100(topology, max_tokens_per_rank=15636, cp_comm_types=UNPLACED)
     bound = lower_bound(samples_of(lengths), CostModel(problem))
     assert planned.predicted_s < 1.02 * bound.seconds
