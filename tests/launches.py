@@ -17,8 +17,7 @@ class Launches(TorchDispatchMode):
     """Counts the operators of a `with` block.
 
     Attributes:
-        number: of launches; bytes_moved: bytes read and written.
-    """
+        number: of launches; bytes_moved: bytes read and written."""
 
     def __init__(self) -> None:
         super().__init__()

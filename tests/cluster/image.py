@@ -76,8 +76,7 @@ def missing(version: str) -> str | None:
     """Return why no image can be built here; None where it can.
 
     Args:
-        version: of the Python that the base gets.
-    """
+        version: of the Python that the base gets."""
     lacking = [name for name in COMMANDS if shutil.which(name) is None]
     if lacking:
         return f"no {', '.join(lacking)}: apt-get install --no-install-recommends buildah debootstrap"
@@ -108,8 +107,7 @@ class Image:
 
     Attributes:
         entry: words before each command; `default` is the command if none is given.
-        root: the container's files, as this machine sees them.
-    """
+        root: the container's files, as this machine sees them."""
 
     buildah: Buildah
     container: str
@@ -129,8 +127,7 @@ class Buildah:
     """Runs buildah, whose images and containers all lie below `folder`.
 
     How they are stored is buildah's choice: overlay where the system can (up to 20 GB), else vfs, which copies each
-    layer. STORAGE_DRIVER=vfs chooses.
-    """
+    layer. STORAGE_DRIVER=vfs chooses."""
 
     folder: Path
 

@@ -70,8 +70,7 @@ class Slurm:
 
     Attributes:
         folder: of SLURM's own files.
-        environment: of every command, and so of every job.
-    """
+        environment: of every command, and so of every job."""
 
     folder: Path
     environment: dict[str, str]

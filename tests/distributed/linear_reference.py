@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dynamic_cp.types import LinearAttention
+from dynamic_cp.types import LinearAttention, ModelShape
 from dynamic_cp.types.linear_attention import LinearKind
 
 
@@ -14,6 +14,14 @@ def sizes_of(kind: LinearKind, *numbers: int) -> LinearAttention:
     """Return a layer of so many heads, groups, channels of a key and of a value, and tokens of a convolution."""
     names = "num_heads", "num_groups", "key_size", "value_size", "kernel_size"
     return LinearAttention(kind=kind, **dict(zip(names, numbers, strict=True)))
+
+
+def hybrid_of(sizes: LinearAttention) -> ModelShape:
+    """Return a model of three layers, the first of them linear."""
+    return ModelShape(
+        num_layers=3, hidden_size=64, ffn_hidden_size=64, num_attention_heads=1, num_query_groups=1, kv_channels=64,
+        vocab_size=8, linear_attention=sizes, layer_pattern="G*-" if sizes.kind == "gated_delta_net" else "M*-",
+    )  # fmt: skip
 
 
 def convolved(x_TC: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -82,11 +82,8 @@ NO_POSITIONS = variant("no_positions", "normalization=RMSNorm", position_embeddi
 PARTIAL_ROPE = variant("partial_rope", "normalization=RMSNorm rotary_interleaved=True")
 
 # Every feature of attention and positions alone, and together those that can be.
-_FP32_RESIDUAL, _OFFSET, _GATED = (
-    "fp32_residual_connection=True",
-    "softmax_type=learnable",
-    "attention_output_gate=True",
-)
+_FP32_RESIDUAL, _OFFSET = "fp32_residual_connection=True", "softmax_type=learnable"
+_GATED = "attention_output_gate=True"
 _L2_NORMS, _UNROTATED = f"{_NO_NORMS} qk_l2_norm=True", f"{_LLAMA} no_rope_freq=2"
 _SCALED = {"rope_scaling": True, "rope_scaling_factor": 16.0}
 _INTERPOLATED = {"seq_len_interpolation_factor": 4}
@@ -407,8 +404,7 @@ def reference_step(
 ) -> dict[str, Any]:
     """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank.
 
-    "terms" of OF_HEADS say how large a gradient is about if those of samples do not cancel out.
-    """
+    "terms" of OF_HEADS say how large a gradient is about if those of samples do not cancel out."""
     variant = VARIANTS[variant_name]
     initialize_model_parallel()
     of_config = dict(windows)

@@ -70,8 +70,7 @@ class Whole:
 
     Attributes:
         masks: of samples in branches: each branch by itself.
-        expected: outputs, gradients of what tokens bring, gradients of parameters.
-    """
+        expected: outputs, gradients of what tokens bring, gradients of parameters."""
 
     def __init__(self, sizes: LinearAttention, seqlens: Sequence[int], masks: Sequence[Mask | None] = ()) -> None:
         self.sizes, self.seqlens, self.masks = sizes, seqlens, masks or [None] * len(seqlens)
@@ -122,8 +121,7 @@ class Whole:
 
         Args:
             tokens: as one of `zigzag`, where they lie otherwise.
-            repeated: backward computes the layer a second time, "reentrant" or as torch has it now.
-        """
+            repeated: backward computes the layer a second time, "reentrant" or as torch has it now."""
         own = self.zigzag(params.cp_group.size())[params.cp_group.rank()] if tokens is None else tokens
 
         def of_lane(samples: Sequence[Tensor]) -> Tensor:

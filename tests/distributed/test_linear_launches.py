@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pricing.linear_prices import BACKWARD_OVER_FORWARD, StageLinearAttention, core_flops_per_s
-from dynamic_cp.types import IN_NODE, LinearAttention, ModelShape, PlanOptions, Problem, StateExchange, Topology
+from dynamic_cp.types import IN_NODE, LinearAttention, PlanOptions, Problem, StateExchange, Topology
 from dynamic_cp.types.linear_attention import CHUNK_TOKENS, CHUNKS_PER_LANE
 from megatron.dynamic_cp.attention.linear import layer as layer_of_heads
 from megatron.dynamic_cp.attention.linear import thd
@@ -23,6 +23,7 @@ from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, 
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.emulated_lanes import Board, EmulatedGroup
+from tests.distributed.linear_reference import hybrid_of
 from tests.launches import Launches, count
 
 LAYERS = {
@@ -33,12 +34,8 @@ LAYERS = {
 }
 TOKENS, SAMPLES = 8192, 8
 """Of a lane; of a pack."""
-FREE_LINKS = replace(
-    load_hardware("h100"),
-    bandwidth_in_node_bytes_per_s=1e18,
-    bandwidth_across_nodes_bytes_per_s=1e18,
-    exchange_latency_s_per_layer=0.0,
-)
+NO_LINKS = {"bandwidth_in_node_bytes_per_s": 1e18, "bandwidth_across_nodes_bytes_per_s": 1e18}
+FREE_LINKS = replace(load_hardware("h100"), **NO_LINKS, exchange_latency_s_per_layer=0.0)
 
 
 class _Kernel(torch.autograd.Function):
@@ -170,17 +167,9 @@ def test_layers_start_no_more_and_move_no_more_than_they_did() -> None:
 
 def priced(kind: str, way: StateExchange, cp_size: int, samples: int) -> list[float]:
     """Return seconds of a layer without its exchange, forward and backward, on an H100."""
-    sizes = LAYERS[kind]
-    model = ModelShape(
-        num_layers=3, hidden_size=64, ffn_hidden_size=64, num_attention_heads=1, num_query_groups=1, kv_channels=64,
-        vocab_size=8, linear_attention=sizes, layer_pattern="G*-" if kind == "gated_delta_net" else "M*-",
-    )  # fmt: skip
-    problem = Problem(
-        topology=Topology(num_lanes=8),
-        model=model,
-        hardware=FREE_LINKS,
-        options=PlanOptions(max_tokens_per_rank=TOKENS, cp_comm_types=("p2p",)),
-    )
+    sizes, options = LAYERS[kind], PlanOptions(max_tokens_per_rank=TOKENS, cp_comm_types=("p2p",))
+    model = hybrid_of(sizes)
+    problem = Problem(topology=Topology(num_lanes=8), model=model, hardware=FREE_LINKS, options=options)
     stage = StageLinearAttention(model.stages(1)[0], sizes, problem)
     found = (
         {"states": stage.by_states, "heads": stage.by_heads}[way](cp_size, IN_NODE) if cp_size > 1 else stage.alone()

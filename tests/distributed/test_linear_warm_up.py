@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.types import STATE_EXCHANGES, LinearAttention, ModelShape, PlanOptions, Problem, Topology
+from dynamic_cp.types import STATE_EXCHANGES, LinearAttention, PlanOptions, Problem, Topology
 from megatron.decide import linear_warm_up
 from megatron.decide.linear_warm_up import agree_on_choices, tuned_programs
 from megatron.dynamic_cp.attention.linear import kernels, thd
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.integrations.outside import Lanes
 from tests.distributed.harness import run_ranks
+from tests.distributed.linear_reference import hybrid_of
 from tests.released_linear_kernels import RELEASED
 
 CPU = torch.device("cpu")
@@ -49,12 +50,8 @@ def shape_of(name: str, given: tuple[Any, ...], options: dict[str, Any]) -> tupl
 def shapes_met(kind: str) -> tuple[set[Any], set[Any], list[str]]:
     """Return the shapes of the warm-up, those of steps behind it, and what the warm-up told."""
     sizes, met, told = LAYERS[kind], set[Any](), list[str]()
-    model = ModelShape(
-        num_layers=3, hidden_size=64, ffn_hidden_size=64, num_attention_heads=1, num_query_groups=1, kv_channels=64,
-        vocab_size=8, linear_attention=sizes, layer_pattern="G*-" if kind == "gated_delta_net" else "M*-",
-    )  # fmt: skip
-    options = PlanOptions(max_tokens_per_rank=LIMIT, cp_comm_types=("a2a",))
-    problem = Problem(topology=Topology(num_lanes=4), model=model, hardware=load_hardware("h100"), options=options)
+    options, h100 = PlanOptions(max_tokens_per_rank=LIMIT, cp_comm_types=("a2a",)), load_hardware("h100")
+    problem = Problem(topology=Topology(num_lanes=4), model=hybrid_of(sizes), hardware=h100, options=options)
     warm_up = linear_warm_up.warm_up
 
     def function(name: str) -> Any:

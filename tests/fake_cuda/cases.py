@@ -121,8 +121,7 @@ def bucket(
 ) -> PackedBucket:
     """Return a bucket of `cp_size` lanes that holds `rank`; sequence i has 2 * cp_size * seqlens[i] tokens.
 
-    The last chunk of each is padding.
-    """
+    The last chunk of each is padding."""
     return PackedBucket(
         first_lane=rank - rank % cp_size,
         cp_size=cp_size,

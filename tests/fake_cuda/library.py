@@ -32,8 +32,7 @@ def build(folder: Path) -> Path:
     """Return the library in `folder`, compiled for the torch that is installed unless it is there already.
 
     Raises:
-        RuntimeError: it does not compile; with what the compiler said.
-    """
+        RuntimeError: it does not compile; with what the compiler said."""
     torch_folder = _torch_folder()
     digest = hashlib.sha256(SOURCE.read_bytes() + _version() + str(torch_folder).encode()).hexdigest()[:16]
     library = folder / f"fake_cuda_{digest}.so"

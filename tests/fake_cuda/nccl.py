@@ -47,8 +47,7 @@ class Call(NamedTuple):
         kind: of a collective, or "messages".
         num_bytes: of a collective whose ranks all have as many, else 0.
         after: what its stream has waited for.
-        after_any: what any stream has.
-    """
+        after_any: what any stream has."""
 
     communicator: Communicator
     kind: str
@@ -133,8 +132,7 @@ class _Play:
 
     Args:
         partners: of `_partners`.
-        one_queue, connects: see the module.
-    """
+        one_queue, connects: see the module."""
 
     def __init__(self, calls: Calls, partners: Mapping[Place, set[Place]], *, one_queue: bool, connects: bool) -> None:
         self._calls, self._partners, self._one_queue, self._connects = calls, partners, one_queue, connects

@@ -39,8 +39,7 @@ class Recorder:
     """One rank's.
 
     Attributes:
-        calls: see the module.
-    """
+        calls: see the module."""
 
     current: Recorder | None = None
 
@@ -91,8 +90,7 @@ class Recorder:
         """Assert that the current stream has waited for all that it reads to be received and all it writes to be sent.
 
         Raises:
-            UnderWay: it has not.
-        """
+            UnderWay: it has not."""
         for writes, tensors in ((False, read), (True, written)):
             for tensor in tensors:
                 key = tensor.untyped_storage()._cdata

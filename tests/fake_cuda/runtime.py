@@ -31,8 +31,7 @@ NAME = "fake H100"
 
 class Event:
     """An event, as if there was one stream. Its time can be read once the host has waited for something later, as in
-    CUDA. Streams differ for a `Recorder` only.
-    """
+    CUDA. Streams differ for a `Recorder` only."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._has_time = enable_timing
@@ -222,8 +221,7 @@ def install(library: Path) -> None:
 def _swap(parameter: torch.Tensor, applied: torch.Tensor) -> None:
     """In place of the swap by which Module.to() replaces fake parameters, and which those with weak references refuse.
 
-    Real parameters keep their identity on a GPU, too: only their data are replaced.
-    """
+    Real parameters keep their identity on a GPU, too: only their data are replaced."""
     if isinstance(parameter, FakeTensor) and isinstance(applied, FakeTensor):
         assert parameter.fake_device == applied.fake_device
         parameter.data = applied

@@ -58,8 +58,7 @@ class Answer:
 
     Attributes:
         why: the host needs it.
-        value: the number, or numbers in the shape that is read; from the variables of the function that asks.
-    """
+        value: the number, or numbers in the shape that is read; from the variables of the function that asks."""
 
     why: str
     value: Callable[[Mapping[str, Any]], Any] = lambda variables: 0
@@ -85,8 +84,7 @@ class FakeGPU(TorchDispatchMode):
         waits: (place, what waits) -> how often.
         collectives: in the order of their calls, of all groups.
         num_calls: operators with a tensor on the device.
-        most_rows: of the tensors made on the device whose last dimension is so long.
-    """
+        most_rows: of the tensors made on the device whose last dimension is so long."""
 
     current: FakeGPU | None = None
 
@@ -121,8 +119,7 @@ class FakeGPU(TorchDispatchMode):
         """Count that the host waits; return what it gets.
 
         Raises:
-            HostWaits: this is not a place where it may.
-        """
+            HostWaits: this is not a place where it may."""
         frame = _asking_frame()
         place = "autograd" if frame is None else f"{frame.f_globals.get('__name__')}:{frame.f_code.co_name}"
         self.waits[place, what] += 1

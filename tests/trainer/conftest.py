@@ -1,5 +1,6 @@
 """Runs that several tests compare with or go on from."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -34,17 +35,15 @@ def forked_planners():
 @pytest.fixture(scope="session")
 def _runs(tmp_path_factory):
     """Words of a command line, ranks -> losses of its iterations, and the folder with checkpoint SAVED."""
-    known: dict[tuple[str, int], tuple[list[float], Path]] = {}
 
+    @functools.cache
     def get(words: str, num_ranks: int) -> tuple[list[float], Path]:
-        key = words, num_ranks
-        if key not in known:
-            folder = tmp_path_factory.mktemp("uninterrupted")
-            known[key] = losses(train(num_ranks, TO_LAST, words, f"--save-interval {SAVED} --save {folder}")), folder
-            assert len(known[key][0]) == LAST
-            (folder / checkpoint_files.TRACKER).write_text(f"{SAVED}\n")
-            assert checkpoint_files.latest(str(folder)).name == f"iter_{SAVED:07d}"
-        return known[key]
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        found = losses(train(num_ranks, TO_LAST, words, f"--save-interval {SAVED} --save {folder}"))
+        assert len(found) == LAST
+        (folder / checkpoint_files.TRACKER).write_text(f"{SAVED}\n")
+        assert checkpoint_files.latest(str(folder)).name == f"iter_{SAVED:07d}"
+        return found, folder
 
     return get
 

@@ -1,5 +1,6 @@
 """Adapters on frozen weights: trained alike on every layout, resumed on any, and those of peft once exported."""
 
+import functools
 import json
 import sys
 import zipfile
@@ -54,19 +55,17 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def of_models(imported, tmp_path_factory):
     """Model -> words of a run on one rank, the losses of its four iterations, and its checkpoint of the second."""
-    known = {}
 
+    @functools.cache
     def get(name, *modules):
-        if (name, *modules) not in known:
-            checkpoint, saved = imported(name), tmp_path_factory.mktemp("adapters")
-            words = f"{LORA} {flags_of(checkpoint)} {DATA} --train-iters 4 --lr-decay-iters 9 --lr 1e-2 "
-            words += "--make-vocab-size-divisible-by 2"
-            words += f" --lora-target-modules {' '.join(modules)}" if modules else ""
-            more = f"--load {checkpoint} --save {saved} --save-interval 2"
-            found = losses(train(1, words, more, without=other_activations(words)))
-            (saved / "latest_checkpointed_iteration.txt").write_text("2\n")
-            known[(name, *modules)] = words, found, saved
-        return known[(name, *modules)]
+        checkpoint, saved = imported(name), tmp_path_factory.mktemp("adapters")
+        words = f"{LORA} {flags_of(checkpoint)} {DATA} --train-iters 4 --lr-decay-iters 9 --lr 1e-2 "
+        words += "--make-vocab-size-divisible-by 2"
+        words += f" --lora-target-modules {' '.join(modules)}" if modules else ""
+        more = f"--load {checkpoint} --save {saved} --save-interval 2"
+        found = losses(train(1, words, more, without=other_activations(words)))
+        (saved / "latest_checkpointed_iteration.txt").write_text("2\n")
+        return words, found, saved
 
     return get
 

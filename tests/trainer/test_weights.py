@@ -5,6 +5,7 @@ Tiny random models of every family. Norms and biases are moved away from their s
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -72,27 +73,27 @@ DATA = (
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     """Name of a model -> its folder, as transformers wrote it."""
-    root, known = tmp_path_factory.mktemp("models"), {}
+    root = tmp_path_factory.mktemp("models")
 
+    @functools.cache
     def get(name: str) -> Path:
-        if name not in known:
-            known[name] = root / name.replace(", ", "_").replace(" ", "-")
-            torch.manual_seed(3)
-            config = transformers.AutoConfig.for_model(**{**SMALL, **MODELS[name]})
-            model = transformers.AutoModelForCausalLM.from_config(config)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(torch.randn_like(parameter) * 0.05)
-                for key, parameter in model.named_parameters():
-                    if key.endswith(LESS_ONE):  # small ones lose digits when 1 is taken off
-                        parameter.uniform_(0.02, 1.5)
-                for key, buffer in model.named_buffers():
-                    if key.endswith("e_score_correction_bias"):
-                        buffer.add_(torch.randn_like(buffer) * 0.05)
-            model.save_pretrained(known[name])
-            if name.endswith("further tokens"):
-                add_module(known[name])
-        return known[name]
+        folder = root / name.replace(", ", "_").replace(" ", "-")
+        torch.manual_seed(3)
+        config = transformers.AutoConfig.for_model(**{**SMALL, **MODELS[name]})
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+            for key, parameter in model.named_parameters():
+                if key.endswith(LESS_ONE):  # small ones lose digits when 1 is taken off
+                    parameter.uniform_(0.02, 1.5)
+            for key, buffer in model.named_buffers():
+                if key.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.05)
+        model.save_pretrained(folder)
+        if name.endswith("further tokens"):
+            add_module(folder)
+        return folder
 
     return get
 
@@ -100,13 +101,12 @@ def folder_of(tmp_path_factory):
 @pytest.fixture(scope="module")
 def imported(folder_of, tmp_path_factory):
     """Name of a model -> the checkpoint made of it."""
-    root, known = tmp_path_factory.mktemp("imported"), {}
 
+    @functools.cache
     def get(name: str) -> Path:
-        if name not in known:
-            known[name] = root / str(len(known))
-            import_weights(str(folder_of(name)), str(known[name]))
-        return known[name]
+        folder = tmp_path_factory.mktemp("imported") / "checkpoint"
+        import_weights(str(folder_of(name)), str(folder))
+        return folder
 
     return get
 

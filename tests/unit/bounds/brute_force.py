@@ -138,8 +138,7 @@ class Tiny(NamedTuple):
 def tiny_case(seed: int, most_assignments: int, tp_sizes: tuple[int, ...] = (1,)) -> Tiny:
     """Return a random batch with at most about `most_assignments` ways to place the samples.
 
-    With a TP size above 1, sequence parallelism rounds the tokens of a rank.
-    """
+    With a TP size above 1, sequence parallelism rounds the tokens of a rank."""
     draw = random.Random(seed)
     while True:
         pp_size = draw.choice((1, 1, 2, 2, 3))

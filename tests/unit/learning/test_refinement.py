@@ -15,9 +15,9 @@ from dynamic_cp.learning.refinement import MIN_OBSERVATIONS, MOST_AT_ONCE, Refin
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Hardware, PlanOptions, Problem, Topology
-from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
+from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, problem_of, samples_of
 
 TOPOLOGY = Topology(num_lanes=8, ranks_per_node=8)
 OPTIONS = PlanOptions(max_tokens_per_rank=4096, bytes_per_element=4, cp_comm_types=("p2p",))
@@ -197,12 +197,12 @@ def test_factors_scale_the_terms_they_name(recompute: str) -> None:
 def test_predictions_are_the_cost_models() -> None:
     rng = random.Random(0)
     topology = Topology(num_lanes=12, pp_size=2, vp_size=2, ranks_per_node=6)
-    options = PlanOptions(max_tokens_per_rank=512, cp_comm_types=("p2p", "all_gather", "a2a"), recompute="selective")
-    cost_model = CostModel(Problem(topology=topology, model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options))
+    options = {"cp_comm_types": ("p2p", "all_gather", "a2a"), "recompute": "selective"}
+    cost_model = CostModel(problem_of(topology, **options))
     seen = set()
     for _ in range(200):
         cp_size = rng.choice((1, 2, 4, 8))
-        exchange = rng.choice(options.cp_comm_types if cp_size <= 2 else ("p2p", "all_gather"))
+        exchange = rng.choice(options["cp_comm_types"] if cp_size <= 2 else ("p2p", "all_gather"))
         lengths = [rng.randrange(1, 4000) * 2 * cp_size for _ in range(rng.randrange(1, 5))]
         one = replace(somewhere(rng, topology, cp_size, lengths), cp_comm_type=exchange)
         cost = cost_model.cost(cp_size, one.first_lane, one.tokens, one.tokens_squared, exchange)
@@ -235,9 +235,8 @@ def test_plans_with_refined_hardware_are_legal_and_avoid_what_became_dear() -> N
     def mean_cp(exchange: float) -> float:
         observed = observe(Multipliers(exchange=exchange), hardware=base, noise=0.02)
         hardware = refined(observed, base=base).hardware
-        planned = plan_global_batch(
-            samples, topology=TOPOLOGY, model=TINY_MODEL, hardware=hardware, options=OPTIONS, policy="dynamic"
-        )
+        problem = Problem(topology=TOPOLOGY, model=TINY_MODEL, hardware=hardware, options=OPTIONS)
+        planned = plan_problem(problem, samples)
         check_plan(planned.plan, samples)
         tokens = sum(bucket.num_tokens for bucket in planned.plan.buckets)
         return sum(bucket.cp_size * bucket.num_tokens for bucket in planned.plan.buckets) / tokens

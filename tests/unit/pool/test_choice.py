@@ -24,6 +24,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_batch, plan_problem
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Problem, Sample, Topology
 from dynamic_cp.types.placement import HOLDER
+from tests.unit import support
 from tests.unit.pool.test_task_plans import HARDWARE, MODEL, K
 
 OPTIONS = PlanOptions(max_tokens_per_rank=64 * K, recompute="full", cp_comm_types=CP_COMM_TYPES)
@@ -35,7 +36,7 @@ def problem_of(pp_size: int, vp_size: int = 1) -> Problem:
 
 
 def prices(problem: Problem) -> CostModel:
-    return CostModel(Problem(topology=problem.topology, model=MODEL, hardware=HARDWARE, options=OPTIONS))
+    return CostModel(replace(problem, options=OPTIONS))
 
 
 ONE_GIANT = [Sample(sample_id=number, seqlen=200 * K if number == 0 else 8 * K) for number in range(60)]
@@ -128,10 +129,7 @@ def test_a_pool_holds_every_batch_that_the_planner_holds(
     lanes: int, tp_size: int, vp_size: int, limit: int, longest: int
 ) -> None:
     topology = Topology(num_lanes=lanes, tp_size=tp_size, pp_size=2, vp_size=vp_size, sequence_parallel=tp_size > 1)
-    problem = Problem(
-        topology=topology, model=MODEL, hardware=HARDWARE,
-        options=PlanOptions(max_tokens_per_rank=limit, pool="always", cp_comm_types=("p2p",)),
-    )  # fmt: skip
+    problem = support.problem_of(topology, MODEL, HARDWARE, max_tokens_per_rank=limit, pool="always")
     samples = [Sample(sample_id=number, seqlen=max(1, longest >> number % 8)) for number in range(16)]
     plan_problem(replace(problem, options=replace(problem.options, pool="off")), samples)
     plan = plan_batch(problem, samples).plan
@@ -163,9 +161,8 @@ def test_servers_that_would_fetch_too_much_compute_what_they_hold(monkeypatch: p
 @pytest.mark.parametrize(("lanes", "tp_size", "pp_size"), [(2, 8, 2), (4, 8, 4), (64, 2, 2)])
 def test_the_limit_that_memory_sets_is_kept_by_every_legal_plan(lanes: int, tp_size: int, pp_size: int) -> None:
     topology = Topology(num_lanes=lanes, tp_size=tp_size, pp_size=pp_size, sequence_parallel=True)
-    memory = MemoryModel(
-        Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=replace(OPTIONS, pool="always"))
-    )
+    options = replace(OPTIONS, pool="always")
+    memory = MemoryModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options))
     limit = memory.max_tokens_per_rank(64 * K)
     held = np.full((5 * pp_size, lanes), limit, np.int64)
     queries, keys = most_fetched(topology)

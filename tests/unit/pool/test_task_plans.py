@@ -560,7 +560,8 @@ def test_a_margin_stretches_layers_only_and_all_figures_agree(pooled: PlannedTas
 def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
     cost_model, samples = cost_model_of(4), batch_of()
     topology, options = cost_model.topology, cost_model.options
-    memory = MemoryModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options))
+    problem = Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options)
+    memory = MemoryModel(problem)
     held = np.full((12, 4), 1000, np.int64)
     none = np.zeros((4, 2, 4), np.int64)
     kinds = {"in_nano_batches": True, "has_relays": False}
@@ -569,9 +570,7 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
         assert ticks[stage].activations_bytes / stock[stage].activations_bytes == pytest.approx(
             (2 * 4 - 1 - 2 * stage) / (4 - stage)
         )
-    in_chunks = MemoryModel(
-        Problem(topology=replace(topology, vp_size=2), model=MODEL, hardware=HARDWARE, options=options)
-    )
+    in_chunks = MemoryModel(replace(problem, topology=replace(topology, vp_size=2)))
     chunked = peak_in_ticks(in_chunks, held, none, **kinds)
     for stage in range(4):
         kept = chunked[stage].activations_bytes / stock[stage].activations_bytes
@@ -591,21 +590,14 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
     planned = plan_tasks(samples, cost_model, memory=memory, num_microbatches=[8])
     assert 0 < planned.peak_bytes <= memory.available_bytes
     assert max(stage.total_bytes for stage in memory.peak(planned.plan)) == planned.peak_bytes
-    models = [
-        MemoryModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=replace(options, pool=pool)))
-        for pool in ("off", "auto", "always")
-    ]
+    pools = ("off", "auto", "always")
+    models = [MemoryModel(replace(problem, options=replace(options, pool=pool))) for pool in pools]
     limits = [model.max_tokens_per_rank(8 * K) for model in models]
     assert limits[0] > limits[1] > limits[2] > 1000
     # A run that may have a pool makes its group.
     without, with_pool = (model.peak_at(1000)[0].communicators_bytes for model in models[:2])
     assert with_pool - without == HARDWARE.communicator_bytes_per_group > 0
-    little = MemoryModel(
-        Problem(
-            topology=topology, model=MODEL, hardware=replace(HARDWARE, hbm_bytes=planned.peak_bytes, name="little"),
-            options=options,
-        )
-    )  # fmt: skip
+    little = MemoryModel(replace(problem, hardware=replace(HARDWARE, hbm_bytes=planned.peak_bytes, name="little")))
     with pytest.raises(InfeasibleSampleError, match="the first stage keeping 7 of them"):
         plan_tasks(samples, cost_model, memory=little, num_microbatches=[8])
 

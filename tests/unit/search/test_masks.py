@@ -19,13 +19,11 @@ from dynamic_cp.types import (
     Lambda,
     MicroBatch,
     Plan,
-    PlanOptions,
-    Problem,
     Sample,
     SharedQuestion,
     Topology,
 )
-from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
+from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, problem_of
 
 
 def test_masks_of_less_work_make_faster_plans_and_less_flops() -> None:
@@ -93,8 +91,7 @@ def test_masks_that_nothing_serves_are_refused_before_planning() -> None:
 
 
 def test_a_run_whose_exchange_serves_no_masks_plans_a_lane_for_each_sample_or_is_told_both_numbers() -> None:
-    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",))
-    problem = Problem(topology=Topology(num_lanes=2), model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options)
+    problem = problem_of(Topology(num_lanes=2), max_tokens_per_rank=64)
     samples = [Sample(sample_id=4, seqlen=64), Sample(sample_id=7, seqlen=60, mask=FULL)]
     found = answer(problem, Request.of("a", samples))
     assert found.facts is not None
@@ -105,7 +102,7 @@ def test_a_run_whose_exchange_serves_no_masks_plans_a_lane_for_each_sample_or_is
         "sample 7 has the mask full, which p2p cannot serve on several lanes, and the longest of its batch has 65 "
         "tokens, a lane holds 64: allow a2a or blocks (--cp-comm-type), or raise --max-seqlen-per-dp-cp-rank"
     )
-    several = replace(problem, options=replace(options, min_cp_size=2))
+    several = replace(problem, options=replace(problem.options, min_cp_size=2))
     said = str(answer(several, Request.of("a", samples)).error)
     assert "and plans use at least 2: allow a2a or blocks (--cp-comm-type), or lower --min-dynamic-cp-size to 1" in said
     # A sample that brings no mask keeps its exchange.

@@ -8,23 +8,20 @@ import numpy as np
 import pytest
 
 import dynamic_cp.search.placed as search
-from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.plans.padding import placed_tokens
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.placed import place_row
-from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import FULL, Mask, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology, parse_mask
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import FULL, Mask, MicroBatch, Plan, Sample, Topology, parse_mask
+from tests.unit.support import llama_on_h100
 
 MASKS = (None, FULL, parse_mask("lambda:64,1024"), parse_mask("causal_blockwise:256,4,1"))
 
 
 def cost_model(num_lanes: int, limit: int, tp_size: int = 1) -> CostModel:
     topology = Topology(num_lanes=num_lanes, tp_size=tp_size, sequence_parallel=tp_size > 1)
-    options = PlanOptions(max_tokens_per_rank=limit, recompute="full", cp_comm_types=("blocks",))
-    return CostModel(
-        Problem(topology=topology, model=load_model("llama-3-8b"), hardware=load_hardware("h100"), options=options)
-    )
+    return CostModel(llama_on_h100(topology, max_tokens_per_rank=limit, recompute="full", cp_comm_types=("blocks",)))
 
 
 def of_mask(seqlens: Sequence[int], mask: Mask | None) -> list[Sample]:
@@ -95,10 +92,8 @@ def test_how_many_are_tried_never_decides_whether_one_is_found(seed: int) -> Non
 def test_a_step_of_no_time_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of candidates follows the time of a step; rows are placed even where that is none."""
     monkeypatch.setattr(search, "_CANDIDATES_PER_S", {"fast": 0, "thorough": 0})
-    topology = Topology(num_lanes=8, pp_size=2)
-    options = PlanOptions(max_tokens_per_rank=2048, recompute="full", cp_comm_types=("blocks",))
-    model, hardware = load_model("llama-3-8b"), load_hardware("h100")
+    options = {"max_tokens_per_rank": 2048, "recompute": "full", "cp_comm_types": ("blocks",)}
     samples = of_mask([9000, 4000, 3000, 2000, 1000, 900], FULL)
-    plan = plan_global_batch(samples, topology=topology, model=model, hardware=hardware, options=options).plan
+    plan = plan_problem(llama_on_h100(Topology(num_lanes=8, pp_size=2), **options), samples).plan
     check_plan(plan, samples)
     assert all(bucket.placement is not None for row in plan.micro_batches for bucket in row.buckets if bucket.samples)

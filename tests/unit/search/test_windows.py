@@ -19,7 +19,7 @@ from dynamic_cp.plans.serialize import dumps, loads
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.work import batch_flops, length_sums, plan_flops
-from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import (
     CAUSAL,
     CP_COMM_TYPES,
@@ -28,15 +28,13 @@ from dynamic_cp.types import (
     CausalBlockwise,
     Lambda,
     MicroBatch,
-    PlanOptions,
-    Problem,
     Sample,
     SharedQuestion,
     Topology,
     exchanges_of,
 )
 from tests.unit.placement.instances import dense
-from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
+from tests.unit.support import TINY_MODEL, problem_of
 
 WINDOW = 48
 DEEP = replace(TINY_MODEL, num_layers=8)
@@ -85,18 +83,16 @@ def test_a_sink_is_seen_besides_the_window():
 def test_windows_of_all_layers_plan_as_samples_with_that_mask():
     lengths = [900, 700, 300, 200, 100, 50, 50, 20] * 2
     masked = [Sample(sample_id=i, seqlen=n, mask=Lambda(0, WINDOW)) for i, n in enumerate(lengths)]
-    options = PlanOptions(max_tokens_per_rank=512, cp_comm_types=("a2a",))
-    job = {"topology": Topology(num_lanes=4), "hardware": CURVED_HARDWARE, "options": options}
-    of_model = plan_global_batch(samples_of(*lengths), model=WINDOWED, **job)
-    of_samples = plan_global_batch(masked, model=DEEP, **job)
+    windowed, deep = (
+        problem_of(Topology(num_lanes=4), model, max_tokens_per_rank=512, cp_comm_types=("a2a",))
+        for model in (WINDOWED, DEEP)
+    )
+    of_model, of_samples = plan_problem(windowed, samples_of(*lengths)), plan_problem(deep, masked)
     assert of_model.predicted_s == of_samples.predicted_s
     assert PlanFacts.of(of_model, WINDOWED).seqlen_squared_sum == PlanFacts.of(of_samples).seqlen_squared_sum
     assert plan_flops(WINDOWED, of_model.plan) == plan_flops(DEEP, of_samples.plan)
-    bounds = [
-        lower_bound(samples, CostModel(Problem(model=model, **job))).seconds
-        for samples, model in ((samples_of(*lengths), WINDOWED), (masked, DEEP))
-    ]
-    assert bounds[0] == bounds[1]
+    bound = lower_bound(masked, CostModel(deep))
+    assert lower_bound(samples_of(*lengths), CostModel(windowed)).seconds == bound.seconds
 
 
 @pytest.mark.by_day("all layers-names1", "every second-names0", "and a sink-names2")
@@ -121,12 +117,11 @@ def test_windows_cut_the_masks_that_samples_bring(model, names):
         pairs = windowed * int(near.sum()) + (8 - windowed) * int(seen.sum())
         assert model.squared_tokens(sample) * 8 == 2 * pairs - 8 * sample.seqlen
         assert (near < seen).any() == (at.max() >= WINDOW + model.window_sink_tokens)
-    job = {"model": model, "topology": Topology(num_lanes=4), "hardware": CURVED_HARDWARE}
-    job["options"] = PlanOptions(max_tokens_per_rank=512, cp_comm_types=names)
-    planned = plan_global_batch(samples, **job)
+    problem = problem_of(Topology(num_lanes=4), model, max_tokens_per_rank=512, cp_comm_types=names)
+    planned = plan_problem(problem, samples)
     check_plan(planned.plan, samples)
     assert loads(dumps(planned.plan)) == planned.plan
-    assert lower_bound(samples, CostModel(Problem(**job))).seconds <= planned.predicted_s
+    assert lower_bound(samples, CostModel(problem)).seconds <= planned.predicted_s
     used = {bucket.cp_comm_type for bucket in planned.plan.buckets if bucket.cp_size > 1}
     assert used <= set(names)
     assert used
@@ -139,11 +134,8 @@ def test_windows_cut_the_masks_that_samples_bring(model, names):
 def test_a_layer_without_a_window_costs_what_it_did(cp_size, exchange):
     """With every second layer windowed, attention is the mean of that of all layers and of none."""
     bucket = Bucket(first_lane=0, cp_size=cp_size, samples=tuple(samples_of(800, 64, 8)), cp_comm_type=exchange)
-    options = PlanOptions(max_tokens_per_rank=1024, cp_comm_types=CP_COMM_TYPES)
     costs = [
-        CostModel(
-            Problem(topology=Topology(num_lanes=4), model=model, hardware=CURVED_HARDWARE, options=options)
-        ).bucket_cost(bucket)
+        CostModel(problem_of(Topology(num_lanes=4), model, cp_comm_types=CP_COMM_TYPES)).bucket_cost(bucket)
         for model in (DEEP, EVERY_SECOND, WINDOWED)
     ]
     for whole, half, all_windowed in zip(*costs, strict=True):
@@ -156,10 +148,10 @@ def test_a_layer_without_a_window_costs_what_it_did(cp_size, exchange):
 def test_placed_layers_cost_what_those_of_each_mask_cost(sink):
     """Attention of a placed bucket is that of its layers without a window and of its layers with one, added up."""
     samples = samples_of(2000, 700, 300, 64, 8)
-    options = PlanOptions(max_tokens_per_rank=1024, cp_comm_types=("blocks",))
-    job = {"topology": Topology(num_lanes=4, ranks_per_node=2), "hardware": CURVED_HARDWARE, "options": options}
+    topology, options = Topology(num_lanes=4, ranks_per_node=2), {"max_tokens_per_rank": 1024}
     model = replace(EVERY_SECOND, window_sink_tokens=sink)
-    bucket = next(one for one in plan_global_batch(samples, model=model, **job).plan.buckets if one.placement)
+    problem = problem_of(topology, model, cp_comm_types=("blocks",), **options)
+    bucket = next(one for one in plan_problem(problem, samples).plan.buckets if one.placement)
     placement, window = bucket.placement, model.window
     assert placement is not None
     assert window is not None
@@ -173,14 +165,14 @@ def test_placed_layers_cost_what_those_of_each_mask_cost(sink):
     ]
     attention = []
     for one, of_model in halves:
-        stage = StageAttention(of_model.stages(1)[0], Problem(model=of_model, **job), 2)
+        stage = StageAttention(of_model.stages(1)[0], replace(problem, model=of_model), 2)
         seconds = MECHANISMS["blocks"].lane_seconds(stage, one, MicroBatch(buckets=(one,))).attention
         kernels = MECHANISMS["blocks"].kernel_seconds(stage, one)
         assert (seconds >= kernels).all()
         attention.append(np.stack((seconds, kernels)))
     assert attention[0] == pytest.approx(attention[1] + attention[2], rel=1e-12)
     assert attention[1].sum() > 1.5 * attention[2].sum()
-    sent = [sent_by_bucket(one, Problem(model=of_model, **job)).num_bytes.sum() for one, of_model in halves]
+    sent = [sent_by_bucket(one, replace(problem, model=of_model)).num_bytes.sum() for one, of_model in halves]
     assert sent[0] == sent[1] + sent[2]
     assert sent[1] > sent[2] > 0
 
@@ -193,9 +185,7 @@ def test_blocks_are_chosen_where_they_pay_and_can_be_forced(sink):
     topology = Topology(num_lanes=4, ranks_per_node=2)
     model, seconds = replace(EVERY_SECOND, window_sink_tokens=sink), {}
     for names in (exchanges_of("auto", has_windows=True), exchanges_of("auto"), exchanges_of("blocks")):
-        options = PlanOptions(max_tokens_per_rank=1024, cp_comm_types=names)
-        job = {"topology": topology, "model": model, "hardware": CURVED_HARDWARE, "options": options}
-        planned = plan_global_batch(samples, **job)
+        planned = plan_problem(problem_of(topology, model, max_tokens_per_rank=1024, cp_comm_types=names), samples)
         seconds[names] = planned.predicted_s
         assert ("blocks" in {bucket.cp_comm_type for bucket in planned.plan.buckets}) == ("blocks" in names)
     auto, without, alone = seconds.values()
@@ -205,27 +195,25 @@ def test_blocks_are_chosen_where_they_pay_and_can_be_forced(sink):
 
 def test_what_serves_no_windows_is_told():
     assert serving_windows() == ("all_gather", "a2a", "blocks")
-    job = {"topology": Topology(num_lanes=4), "model": EVERY_SECOND, "hardware": CURVED_HARDWARE}
-    ring = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p", "a2a+p2p"))
-    assert set(plan_global_batch(samples_of(64, 20), options=ring, **job).plan.cp_histogram) == {1}
+    given = {"max_tokens_per_rank": 64, "cp_comm_types": ("p2p", "a2a+p2p")}
+    ring = problem_of(Topology(num_lanes=4), EVERY_SECOND, **given)
+    assert set(plan_problem(ring, samples_of(64, 20)).plan.cp_histogram) == {1}
     with pytest.raises(UnsupportedFeatureError) as caught:
-        plan_global_batch(samples_of(65, 20), options=ring, **job)
+        plan_problem(ring, samples_of(65, 20))
     assert str(caught.value) == (
         "4 of the 8 layers have a window of 48 tokens, which p2p a2a+p2p cannot serve on several lanes, and the "
         "longest of its batch has 65 tokens, a lane holds 64: allow all_gather or a2a or blocks (--cp-comm-type), or "
         "raise --max-seqlen-per-dp-cp-rank"
     )
-    static = replace(ring, static_cp_size=2)
-    with pytest.raises(
-        UnsupportedFeatureError, match="layers have windows, which only all_gather, a2a and blocks serve"
-    ):
-        plan_global_batch(samples_of(64, 20), options=static, policy="static", **job)
+    static = replace(ring, options=replace(ring.options, static_cp_size=2), policy="static")
+    with pytest.raises(UnsupportedFeatureError, match="have windows, which only all_gather, a2a and blocks serve"):
+        plan_problem(static, samples_of(64, 20))
     masked = [Sample(sample_id=3, seqlen=9, mask=FULL)]
     with pytest.raises(
         UnsupportedFeatureError,
         match=r"sample 3 has the mask full, but 4 of the 8 layers .* window of 48 tokens: its tokens see later ones",
     ):
-        plan_global_batch(masked, options=ring, **job)
+        plan_problem(ring, masked)
 
 
 @pytest.mark.parametrize(
