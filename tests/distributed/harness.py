@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from dynamic_cp.errors import DynamicCPError
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.repairs import cpu_backend
 from tests import patience
 from tests.distributed import one_gloo_device
@@ -53,6 +54,11 @@ def run_ranks(
         finally:
             for process, _ in ranks:
                 _end(process)
+
+
+def params_of(padded: tuple[int, ...], tokens: torch.Tensor, group: Any, **more: Any) -> DynamicPackedSeqParams:
+    """Return the parameters of a micro-batch whose lane of `group` holds these tokens; `more`: as for `build`."""
+    return DynamicPackedSeqParams.build(padded, tokens, group, **{"label": "test", "stats": ExchangeStats(), **more})
 
 
 def _end(process: ForkProcess) -> None:

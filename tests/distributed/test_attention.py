@@ -21,9 +21,9 @@ from megatron.dynamic_cp.attention.mechanisms import ring
 from megatron.dynamic_cp.attention.thd import Attention
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, packed_shard_positions
+from megatron.dynamic_cp.packed_seq_params import ExchangeStats, packed_shard_positions
 from tests.distributed import reference
-from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.harness import initialize_model_parallel, params_of, run_ranks
 from tests.distributed.naive_attention import (
     DIM,
     HEADS,
@@ -123,10 +123,8 @@ def start(*cases: Case) -> Callable[[Case], Shard]:
         sent.clear()
         tokens = tokens_of_rank(case, groups.lane)
         stats = ExchangeStats()
-        params = DynamicPackedSeqParams.build(
-            case.padded_seqlens, tokens, groups.group(0, case.cp_size), cp_comm_type=case.exchange,
-            levels=groups.levels(0, case.cp_size, case.inner_cp_size), label="test", stats=stats,
-        )  # fmt: skip
+        group, levels = groups.group(0, case.cp_size), groups.levels(0, case.cp_size, case.inner_cp_size)
+        params = params_of(case.padded_seqlens, tokens, group, cp_comm_type=case.exchange, levels=levels, stats=stats)
         *inputs, grad = (x[tokens].to(case.dtype) for x in inputs_of(case))
         inputs = [x.requires_grad_() for x in inputs]
         out = Attention.apply(*inputs, params, SCALE, KERNELS[case.kernel])
@@ -323,9 +321,7 @@ def run_module() -> list[Tensor]:
     q, k, v, _ = (x.float() for x in random_qkv(8, 8))
     attention, found = core_attention(kv_channels=DIM), []
     for exchange in CP_COMM_TYPES:
-        params = DynamicPackedSeqParams.build(
-            (3, 5), torch.arange(8), group, cp_comm_type=exchange, label="test", stats=ExchangeStats()
-        )
+        params = params_of((3, 5), torch.arange(8), group, cp_comm_type=exchange)
         found.append(attention(q, k, v, packed_seq_params=params))
     with pytest.raises(TypeError, match="DynamicPackedSeqParams needed, got NoneType"):
         attention(q, k, v, packed_seq_params=None)

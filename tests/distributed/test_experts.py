@@ -17,10 +17,10 @@ from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.model import experts
 from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.model.experts import DynamicCPRouter
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, shard_positions
+from megatron.dynamic_cp.packed_seq_params import shard_positions
 from megatron.dynamic_cp.repairs import patches
 from tests.distributed import reference
-from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.harness import initialize_model_parallel, params_of, run_ranks
 from tests.distributed.layouts import layout_of
 from tests.distributed.parity import (
     BATCHES,
@@ -159,10 +159,8 @@ def router_of_a_pack(variant: reference.ModelVariant) -> tuple[DynamicCPRouter, 
         one = DynamicCPRouter(config=config, pg_collection=moe_utils.get_default_pg_collection())
     cp_size = dist.get_world_size()
     shards = [shard_positions(padded, cp_size, groups.lane) for padded in PADDED]
-    one.params = DynamicPackedSeqParams.build(
-        PADDED, torch.from_numpy(np.concatenate(shards)), groups.group(0, cp_size), label="test",
-        stats=ExchangeStats(), seqlens=SEQLENS,
-    )  # fmt: skip
+    tokens = torch.from_numpy(np.concatenate(shards))
+    one.params = params_of(PADDED, tokens, groups.group(0, cp_size), seqlens=SEQLENS)
     held = [
         torch.nn.functional.pad(hidden_states(n), (0, 0, 0, 12))[shard]
         for n, shard in zip(SEQLENS, shards, strict=True)

@@ -19,9 +19,9 @@ from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.flags.attention import set_sinks, windows_of
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, FutureColumns, shard_positions
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, FutureColumns, shard_positions
 from tests.distributed import fake_apex
-from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.harness import initialize_model_parallel, params_of, run_ranks
 from tests.distributed.layouts import layout_of, lines
 from tests.distributed.parity import Comparison, Layout, assert_equal_to_reference, case_of, run_step
 from tests.distributed.real_transformer_engine import products
@@ -138,9 +138,7 @@ def refuse_on_this_rank() -> str:
     """Return what the layers say of a plan whose exchange serves no windows."""
     initialize_model_parallel()
     group = dist.group.WORLD
-    params = DynamicPackedSeqParams.build(
-        (8,), torch.arange(4), group, label="step 3", stats=ExchangeStats(), cp_comm_type="p2p"
-    )
+    params = params_of((8,), torch.arange(4), group, label="step 3", cp_comm_type="p2p")
     window = windows_of(config_of(window_size=(1, 0))).of_layer(1)
     assert window is not None
     windowed = params.with_mask(window)

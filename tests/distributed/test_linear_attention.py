@@ -44,9 +44,9 @@ from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2
 from megatron.dynamic_cp.attention.mechanisms.collectives import gathered_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.micro_batches import packed_buckets
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 from tests.distributed.emulated_lanes import Board, EmulatedGroup, on_lanes, run_lanes
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import params_of, run_ranks
 from tests.distributed.linear_reference import REFERENCES, random_inputs, sizes_of
 from tests.placements import random_placement, random_tree
 
@@ -238,9 +238,7 @@ def lanes_of_a_job(wholes: dict[tuple[int, ...], Whole]) -> list[Any]:
             if dist.get_rank() in ranks:
                 padded = padded_to(seqlens, len(ranks))
                 positions = torch.zeros(sum(padded) // len(ranks), dtype=torch.int64)
-                params = DynamicPackedSeqParams.build(
-                    padded, positions, groups[ranks], label="a job", stats=ExchangeStats(), state_exchange=way
-                )
+                params = params_of(padded, positions, groups[ranks], state_exchange=way)
                 tensors, _ = wholes[seqlens].lane(params)
                 results.append((seqlens, ranks.index(dist.get_rank()), tensors))
     return results
@@ -304,9 +302,7 @@ def test_autocast_rounds_no_states(kind: str, way: StateExchange) -> None:
 
 def test_parameters_of_a_micro_batch_do_not_hold_themselves() -> None:
     """What layers keep in them ends with them, not when garbage is collected."""
-    params = DynamicPackedSeqParams.build(
-        (8,), torch.arange(4), cast(Any, EmulatedGroup(0, Board(2))), label="", stats=ExchangeStats()
-    )
+    params = params_of((8,), torch.arange(4), EmulatedGroup(0, Board(2)))
     alive = weakref.ref(params)
     rows = lane_rows(params, torch.device("cpu"))
     assert rows.halo(3).num_received == (0, 3)
@@ -324,9 +320,7 @@ def test_what_states_cannot_follow_is_refused() -> None:
         "the plan places attention at iteration 3 for a model without linear": {"placed": placed},
         "sample 0 has the mask full at iteration 3": {"masked_samples": samples},
     }.items():
-        params = DynamicPackedSeqParams.build(
-            (4,), torch.arange(4), group, label="iteration 3", stats=ExchangeStats(), **more
-        )
+        params = params_of((4,), torch.arange(4), group, label="iteration 3", **more)
         with pytest.raises(UnsupportedFeatureError, match=message):
             whole.lane(params)
 
@@ -381,15 +375,9 @@ def computed(whole: Whole, bucket: Bucket, tp_size: int = 1, **how: Any) -> tupl
 
     def work(lane: int) -> Any:
         group: Any = EmulatedGroup(BESIDE + lane, board)
-        params = DynamicPackedSeqParams.build(
-            (lanes[lane].num_tokens,),
-            torch.zeros(lanes[lane].num_tokens, dtype=torch.int64),
-            group,
-            label="emulated",
-            stats=ExchangeStats(),
-            placed=replace(lanes[lane], first_in_group=BESIDE),
-            state_exchange="states",
-        )
+        held, placed = lanes[lane].num_tokens, replace(lanes[lane], first_in_group=BESIDE)
+        positions = torch.zeros(held, dtype=torch.int64)
+        params = params_of((held,), positions, group, label="emulated", placed=placed, state_exchange="states")
         return whole.lane(params, tokens=tokens[lane], **how)
 
     found = run_lanes(bucket.cp_size, work, [board])

@@ -23,9 +23,8 @@ from dynamic_cp.types import STATE_EXCHANGES, LinearAttention, PlanOptions, Prob
 from megatron.decide import linear_warm_up
 from megatron.decide.linear_warm_up import agree_on_choices, tuned_programs
 from megatron.dynamic_cp.attention.linear import kernels, thd
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.integrations.outside import Lanes
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import params_of, run_ranks
 from tests.distributed.linear_reference import hybrid_of
 from tests.released_linear_kernels import RELEASED
 
@@ -83,14 +82,7 @@ def shapes_met(kind: str) -> tuple[set[Any], set[Any], list[str]]:
 
 def step(sizes: LinearAttention, group: Any, lengths: tuple[int, ...], way: Any) -> None:
     tokens = sum(lengths) // group.size()
-    params = DynamicPackedSeqParams.build(
-        lengths,
-        torch.zeros(tokens, dtype=torch.int64),
-        group,
-        label="a step",
-        stats=ExchangeStats(),
-        state_exchange=way,
-    )
+    params = params_of(lengths, torch.zeros(tokens, dtype=torch.int64), group, state_exchange=way)
     x, gate = (torch.ones(tokens, n, requires_grad=True) for n in (sizes.convolved_channels, sizes.num_heads))
     weight, heads = torch.ones(sizes.convolved_channels, 1, sizes.kernel_size), torch.ones(sizes.num_heads)
     if sizes.has_delta_rule:

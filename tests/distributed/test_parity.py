@@ -20,10 +20,9 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import CAUSAL, CP_COMM_TYPES, PlanOptions, Sample
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.step.schedule import sum_of_losses
 from tests.distributed import reference
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import params_of, run_ranks
 from tests.distributed.layouts import (
     BY_DAY,
     BY_NIGHT,
@@ -197,10 +196,8 @@ class StaticGroupAttention(TorchTHDAttention):
     def forward(
         self, query: Any, key: Any, value: Any, *args: Any, packed_seq_params: PackedSeqParams, **kw: Any
     ) -> Any:
-        params = DynamicPackedSeqParams.build(
-            (packed_seq_params.max_seqlen_q,), torch.zeros(len(query), dtype=torch.int64),
-            parallel_state.get_context_parallel_group(), cp_comm_type="p2p", label="static", stats=ExchangeStats(),
-        )  # fmt: skip
+        group, tokens = parallel_state.get_context_parallel_group(), torch.zeros(len(query), dtype=torch.int64)
+        params = params_of((packed_seq_params.max_seqlen_q,), tokens, group, cp_comm_type="p2p")
         return super().forward(query, key, value, *args, packed_seq_params=params, **kw)
 
 

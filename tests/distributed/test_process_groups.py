@@ -22,10 +22,9 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import (
 )
 from megatron.dynamic_cp.groups import first_exchange as warm_up
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.pool import layer_pass
 from tests import patience
-from tests.distributed.harness import initialize_model_parallel, refuses, run_ranks
+from tests.distributed.harness import initialize_model_parallel, params_of, refuses, run_ranks
 
 
 def all_blocks(num_lanes: int, min_size: int = 1, max_size: int | None = None) -> set[tuple[int, int]]:
@@ -317,10 +316,8 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
     errors = {}
     if dist.get_rank() == 0:
         for name, exchange in exchanges.items():
-            params = DynamicPackedSeqParams.build(
-                (4,), torch.arange(2), groups[name].group(0, 2), cp_comm_type="p2p", label=f"step 7, {name}",
-                stats=ExchangeStats(),
-            )  # fmt: skip
+            group, label = groups[name].group(0, 2), f"step 7, {name}"
+            params = params_of((4,), torch.arange(2), group, cp_comm_type="p2p", label=label)
             started_s, began_s = time.monotonic(), patience.now_s()
             with pytest.raises(ExchangeError) as caught:
                 exchange(params)

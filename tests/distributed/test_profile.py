@@ -22,7 +22,7 @@ from dynamic_cp.decide.calibration.measurements import EXCHANGES, SECTIONS, Meas
 from dynamic_cp.decide.first_day.day import PARTS
 from dynamic_cp.types import ModelShape
 from megatron.dynamic_cp.attention.thd import attention_thd
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import params_of, run_ranks
 
 MODEL = {
     "num_layers": 2,
@@ -116,12 +116,9 @@ def _emulated_ring() -> tuple[torch.Tensor, torch.Tensor]:
     import torch.distributed as dist
 
     from megatron.decide.calibration.sections import emulated, no_transfers
-    from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
-    def params(seqlen: int) -> DynamicPackedSeqParams:
-        return DynamicPackedSeqParams.build(
-            (seqlen,), torch.arange(seqlen), dist.group.WORLD, cp_comm_type="p2p", label="", stats=ExchangeStats()
-        )
+    def params(seqlen: int) -> Any:
+        return params_of((seqlen,), torch.arange(seqlen), dist.group.WORLD, cp_comm_type="p2p")
 
     torch.manual_seed(0)
     query, key, value = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)

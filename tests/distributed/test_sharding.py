@@ -13,13 +13,12 @@ from dynamic_cp.types import Sample
 from megatron.dynamic_cp.model.self_attention import _TABLE_STEP_TOKENS, OneRotaryTable, rotary_cos_sin, rotate
 from megatron.dynamic_cp.packed_seq_params import (
     DynamicPackedSeqParams,
-    ExchangeStats,
     packed_shard_positions,
     shard_positions,
     take_shard,
 )
 from tests.distributed import reference
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import params_of, run_ranks
 from tests.distributed.parity import Layout, build_chunks, initialize_model_parallel
 
 CP_SIZES = (1, 2, 4, 8, 16, 32)
@@ -76,12 +75,10 @@ PACKS = [(64, 8), (4096, 16), (4104,), (24, 9000, 4200), (40,), (16384,)]
 HEAD_DIM = 16
 
 
-def params_of(seqlens: tuple[int, ...], cp_size: int, cp_rank: int) -> DynamicPackedSeqParams:
+def params_on(seqlens: tuple[int, ...], cp_size: int, cp_rank: int) -> DynamicPackedSeqParams:
     group = SimpleNamespace(size=lambda: cp_size, rank=lambda: cp_rank)
     positions = torch.from_numpy(packed_shard_positions(seqlens, cp_size, cp_rank))
-    return DynamicPackedSeqParams.build(
-        seqlens, positions, group, cp_comm_type="p2p", label="test", stats=ExchangeStats()
-    )
+    return params_of(seqlens, positions, group, cp_comm_type="p2p")
 
 
 def _rotate_on_all_lanes(rotary_percent: float, interleaved: bool) -> list[int]:
@@ -97,7 +94,7 @@ def _rotate_on_all_lanes(rotary_percent: float, interleaved: bool) -> list[int]:
         # One more than the longest: as many as there are tokens would mean positions within the pack.
         angles = theirs.get_emb(max(seqlens) + 1)
         for cp_size, cp_rank in ((1, 0), (4, 0), (4, 2)):
-            params = params_of(seqlens, cp_size, cp_rank)
+            params = params_on(seqlens, cp_size, cp_rank)
             x_THD = torch.randn(len(params.positions), 2, HEAD_DIM)
             cos, sin = rotary_cos_sin(table(params.max_seqlen_q), params, torch.float32)
             rotated = rotate(x_THD[:, None], cos, sin, interleaved=interleaved)[:, 0]
@@ -125,7 +122,7 @@ def _losses(first_seqlen: int, seqlen: int) -> torch.Tensor:
     with torch.no_grad():
         for length in (first_seqlen, seqlen):
             tokens = torch.arange(length)[None] % reference.VOCAB_SIZE
-            params = params_of((length,), 1, 0)
+            params = params_on((length,), 1, 0)
             losses = model(tokens, params.positions[None], None, labels=tokens, packed_seq_params=params)
     return losses[0]
 
@@ -143,9 +140,7 @@ def test_a_lane_may_hold_the_end_of_a_sample_that_is_longer_than_all_it_holds() 
     positions, sample = torch.arange(8996, 9000), Sample(sample_id=0, seqlen=9000)
     group = SimpleNamespace(size=lambda: 4, rank=lambda: 3)
     placed = SimpleNamespace(samples=(sample,))
-    params = DynamicPackedSeqParams.build(
-        (4,), positions, group, cp_comm_type="blocks", label="test", stats=ExchangeStats(), placed=placed
-    )
+    params = params_of((4,), positions, group, cp_comm_type="blocks", placed=placed)
 
     def rotated() -> list[float]:
         table = OneRotaryTable(RotaryEmbedding(HEAD_DIM, 1.0, use_cpu_initialization=True))
