@@ -301,10 +301,8 @@ def static_plan(samples: tuple[Sample, ...], layout: Layout, cp_size: int) -> Pl
         )
         for first in firsts
     )
-    plan = Plan(
-        topology=topology, max_tokens_per_rank=1 << 20, micro_batches=(MicroBatch(buckets=buckets),), policy="static"
-    )
-    return plan
+    rows = (MicroBatch(buckets=buckets),)
+    return Plan(topology=topology, max_tokens_per_rank=1 << 20, micro_batches=rows, policy="static")
 
 
 def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: Any) -> tuple[Any, list[Any]]:

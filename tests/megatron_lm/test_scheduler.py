@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamic_cp import ModelShape, PlanOptions, load_hardware, plan_global_batch
+from dynamic_cp import ModelShape, load_hardware
 from dynamic_cp.errors import IllegalPlanError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import Bucket, Plan, Sample, Topology
 from megatron.integrations.lm_adaptor import scheduler
 from megatron.integrations.scheduler.groups import Pack, check_groups, groups_of, spread
 from tests.megatron_lm.scheduler_ranks import LIMIT, NUM_LANES, SAMPLES_PER_LANE, seqlens
+from tests.unit.support import plan_of_buckets, problem_of
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DEV")
 needs_checkout = pytest.mark.skipif(
@@ -137,11 +139,9 @@ def test_every_plan_becomes_legal_groups(data: st.DataObject) -> None:
         return
     multiple = data.draw(st.integers(1, min(3, len(seqlens))))
     max_samples = data.draw(st.sampled_from([None, 1, 3]))
-    planned = plan_global_batch(
-        [Sample(sample_id=index, seqlen=seqlen) for index, seqlen in seqlens.items()],
-        topology=Topology(num_lanes=lanes), model=MODEL, hardware=load_hardware("cpu"),
-        options=PlanOptions(max_tokens_per_rank=MOST_TOKENS, cp_comm_types=("p2p",)),
-    )  # fmt: skip
+    samples = [Sample(sample_id=index, seqlen=seqlen) for index, seqlen in seqlens.items()]
+    job = problem_of(Topology(num_lanes=lanes), MODEL, load_hardware("cpu"), max_tokens_per_rank=MOST_TOKENS)
+    planned = plan_problem(job, samples)
     try:
         groups = groups_of(planned.plan, multiple=multiple, max_samples=max_samples)
     except InvalidInputError:
@@ -152,12 +152,8 @@ def test_every_plan_becomes_legal_groups(data: st.DataObject) -> None:
     assert max_samples is None or max(len(ids) for lane in groups for ids in lane) <= max_samples
 
 
-def plan_of(*micro_batches: tuple[Bucket, ...]) -> Plan:
-    return Plan(
-        topology=Topology(num_lanes=4),
-        micro_batches=tuple(MicroBatch(buckets=buckets) for buckets in micro_batches),
-        max_tokens_per_rank=MOST_TOKENS,
-    )
+def plan_of(*micro_batches: tuple[Bucket, ...], lanes: int = 4) -> Plan:
+    return plan_of_buckets(*micro_batches, topology=Topology(num_lanes=lanes), max_tokens_per_rank=MOST_TOKENS)
 
 
 def bucket(first_lane: int, cp_size: int, *samples: int) -> Bucket:
@@ -182,13 +178,8 @@ def test_counts_follow_interleaving() -> None:
 
 
 def test_lanes_that_are_no_power_of_two_are_refused() -> None:
-    plan = Plan(
-        topology=Topology(num_lanes=3),
-        micro_batches=(MicroBatch(buckets=tuple(bucket(lane, 1, lane) for lane in range(3))),),
-        max_tokens_per_rank=MOST_TOKENS,
-    )
     with pytest.raises(InvalidInputError, match="3 lanes"):
-        groups_of(plan)
+        groups_of(plan_of(tuple(bucket(lane, 1, lane) for lane in range(3)), lanes=3))
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2, 1), (1, 1, 1), (4, 1, 1), (2, 2, 2), (4, 2, 1), (1,) * 7])

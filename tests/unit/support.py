@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -70,20 +71,12 @@ class GivenCosts:
 
 def plan_of(grid: list[list[tuple[int, int]]], topology: Topology) -> Plan:
     """Return a plan whose buckets (first_lane, cp_size) hold one 1-token sample each, numbered in grid order."""
-    ids = iter(range(10**6))
-    return Plan(
-        topology=topology,
-        max_tokens_per_rank=1000,
-        micro_batches=tuple(
-            MicroBatch(
-                buckets=tuple(
-                    Bucket(first_lane=lane, cp_size=cp, samples=(Sample(sample_id=next(ids), seqlen=1),))
-                    for lane, cp in row
-                )
-            )
-            for row in grid
-        ),
-    )
+    ids = count()
+    rows = [
+        [Bucket(first_lane=lane, cp_size=cp, samples=(Sample(sample_id=next(ids), seqlen=1),)) for lane, cp in row]
+        for row in grid
+    ]
+    return plan_of_buckets(*rows, topology=topology, max_tokens_per_rank=1000)
 
 
 def plan_of_buckets(*rows: Iterable[Bucket], topology: Topology, max_tokens_per_rank: int = 64) -> Plan:

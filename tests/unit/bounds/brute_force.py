@@ -13,8 +13,8 @@ from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
-from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology
-from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
+from dynamic_cp.types import Bucket, Plan, PlanOptions, Problem, Sample, Topology
+from tests.unit.support import TINY_HARDWARE, TINY_MODEL, plan_of_buckets, samples_of
 
 
 class Best(NamedTuple):
@@ -105,11 +105,8 @@ def all_plans(samples: tuple[Sample, ...], model: CostModel, num_microbatches: i
                     grid: list[list[Bucket]] = [[] for _ in rows]
                     for (row, _, _), bucket in zip(slots, chosen, strict=True):
                         grid[row].append(bucket)
-                    yield Plan(
-                        topology=topology,
-                        max_tokens_per_rank=options.max_tokens_per_rank,
-                        micro_batches=tuple(MicroBatch(buckets=tuple(row)) for row in grid),
-                    )
+                    limit = options.max_tokens_per_rank
+                    yield plan_of_buckets(*grid, topology=topology, max_tokens_per_rank=limit)
 
 
 def exchanges_of(model: CostModel, first_lane: int, k: int) -> tuple[tuple[str, int], ...]:

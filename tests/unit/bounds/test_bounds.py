@@ -16,7 +16,7 @@ from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import CP_COMM_TYPES, Bucket, MicroBatch, Plan, Topology
+from dynamic_cp.types import CP_COMM_TYPES, Bucket, Topology
 from tests.unit.bounds.brute_force import best_plan, exchanges_of, tiny_case
 from tests.unit.packing.packings import DEEP_MODEL, deep_cost_model
 from tests.unit.support import (
@@ -25,6 +25,7 @@ from tests.unit.support import (
     TINY_HARDWARE,
     causal,
     frozen_cost_model,
+    plan_of_buckets,
     problem_of,
     samples_of,
     tiny_cost_model,
@@ -97,11 +98,7 @@ def test_bound_of_frozen_case(case, effort):
 def test_one_sample_on_one_lane_is_bounded_by_its_own_time():
     model = tiny_cost_model(Topology(num_lanes=1))
     samples = samples_of([100])
-    plan = Plan(
-        topology=model.topology,
-        max_tokens_per_rank=256,
-        micro_batches=(MicroBatch(buckets=(Bucket(first_lane=0, samples=samples),)),),
-    )
+    plan = plan_of_buckets([Bucket(first_lane=0, samples=samples)], topology=model.topology, max_tokens_per_rank=256)
     assert lower_bound(samples, model).seconds == pytest.approx(makespan_ns(plan, model) / 1e9, rel=1e-4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from dynamic_cp.plans.padding import round_up
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
-from tests.unit.support import CASES, frozen_cost_model, samples_of, tiny_cost_model
+from dynamic_cp.types import Bucket, Plan, Sample, Topology
+from tests.unit.support import CASES, frozen_cost_model, plan_of_buckets, samples_of, tiny_cost_model
 
 # case -> (pp_size, vp_size, lanes, tokens per rank, seconds of the original as shipped, the best of three token limits
 # and three orders), copied from the frozen bench's cases.json
@@ -62,19 +63,12 @@ def plan_of_packing(packing: Packing, samples: tuple[Sample, ...], model: CostMo
         taken = {lane for bucket in buckets for lane in bucket.lanes}
         buckets += [Bucket(first_lane=lane) for lane in range(topology.num_lanes) if lane not in taken]
         buckets.sort(key=lambda bucket: bucket.first_lane)
-    return Plan(
-        topology=topology,
-        max_tokens_per_rank=model.options.max_tokens_per_rank,
-        micro_batches=tuple(MicroBatch(buckets=tuple(buckets)) for buckets in rows),
-    )
+    return plan_of_buckets(*rows, topology=topology, max_tokens_per_rank=model.options.max_tokens_per_rank)
 
 
 def seconds_in_order(plan: Plan, model: CostModel, order: slice | list[int]) -> float:
     micro_batches = np.array([None, *plan.micro_batches], dtype=object)[1:][order]
-    reordered = Plan(
-        topology=plan.topology, max_tokens_per_rank=plan.max_tokens_per_rank, micro_batches=tuple(micro_batches)
-    )
-    return makespan_ns(reordered, model) / 1e9
+    return makespan_ns(replace(plan, micro_batches=tuple(micro_batches)), model) / 1e9
 
 
 @pytest.mark.parametrize("case", ORIGINAL_S)

@@ -11,9 +11,9 @@ from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.pipeline.schedule import Operation
 from dynamic_cp.pipeline.simulator import grid_of, makespan_ns, simulate
 from dynamic_cp.pricing.cost_model import BucketCost
-from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
+from dynamic_cp.types import Bucket, Sample, Topology
 from tests.unit.pipeline.event_simulator import megatron_lists, play
-from tests.unit.support import GivenCosts, plan_of
+from tests.unit.support import GivenCosts, plan_of, plan_of_buckets
 
 MS = 1_000_000
 
@@ -187,11 +187,7 @@ def test_in_flight_tokens_are_padded_and_of_one_rank():
         return Bucket(first_lane=lane, cp_size=cp, samples=(Sample(sample_id=sample_id, seqlen=seqlen),))
 
     rows = [(bucket(0, 2, 0, 5), bucket(2, 1, 1, 9)), (bucket(0, 1, 2, 7), bucket(1, 1, 3, 2), bucket(2, 1, 4, 1))]
-    plan = Plan(
-        topology=Topology(num_lanes=3, pp_size=2),
-        max_tokens_per_rank=100,
-        micro_batches=tuple(MicroBatch(buckets=row) for row in rows),
-    )
+    plan = plan_of_buckets(*rows, topology=Topology(num_lanes=3, pp_size=2))
     model = GivenCosts(dict.fromkeys(range(5), BucketCost(1e-3, 1e-3, 0.0)))
     assert simulate(plan, model).peak_in_flight_tokens.tolist() == [[11, 6, 10], [7, 4, 9]]
 

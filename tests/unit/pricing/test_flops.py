@@ -8,8 +8,8 @@ import pytest
 
 from dynamic_cp.models.catalog import load_model
 from dynamic_cp.pricing.work import batch_flops, length_sums, mfu, plan_flops, tflops_per_rank
-from dynamic_cp.types import Bucket, MicroBatch, ModelShape, Plan, Topology
-from tests.unit.support import TINY_HARDWARE, samples_of
+from dynamic_cp.types import Bucket, ModelShape, Topology
+from tests.unit.support import TINY_HARDWARE, plan_of_buckets, samples_of
 
 # 2 layers of 3*(2*4 + 2*2) + 2*3*5 = 66 weights, query width 4, a head of 3 * 7 weights.
 MODEL = ModelShape(
@@ -54,14 +54,8 @@ def test_six_flops_per_weight_and_token_where_attention_is_small():
 
 def test_padding_is_run_but_not_achieved():
     """5 and 9 tokens on 2 lanes are padded to 8 and 12, an empty place holds 1 token."""
-    plan = Plan(
-        topology=Topology(num_lanes=2),
-        max_tokens_per_rank=100,
-        micro_batches=(
-            MicroBatch(buckets=(Bucket(first_lane=0, cp_size=2, samples=samples_of([5, 9])),)),
-            MicroBatch(buckets=(Bucket(first_lane=0), Bucket(first_lane=1))),
-        ),
-    )
+    held = [Bucket(first_lane=0, cp_size=2, samples=samples_of([5, 9]))]
+    plan = plan_of_buckets(held, [Bucket(first_lane=0), Bucket(first_lane=1)], topology=Topology(num_lanes=2))
     true, padded = plan_flops(MODEL, plan, "full")
     assert true == batch_flops(MODEL, 14, 25 + 81, "full")
     assert padded == batch_flops(MODEL, 20 + 2, 64 + 144 + 2, "full")

@@ -13,7 +13,7 @@ from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import EVERY_LAYER, Bucket, MicroBatch, Plan, Problem, RecomputedLayers, Topology
 from tests.sent_bytes import sent_by
 from tests.unit import support
-from tests.unit.support import TINY_MODEL, samples_of
+from tests.unit.support import TINY_MODEL, plan_of_buckets, samples_of
 
 MODEL = replace(TINY_MODEL, num_attention_heads=16, num_query_groups=4)
 
@@ -47,10 +47,8 @@ def test_exchanges_send_what_their_formula_says_over_the_links_of_their_lanes(ex
         ("none", attention, 1), ("selective", others, 1), ("selective", attention, 2), ("full", attention, 2)
     ):  # fmt: skip
         problem = problem_of(topology, recompute=recompute, recompute_modules=modules)
-        rest = tuple(Bucket(first_lane=lane) for lane in range(cp_size, 8))
-        plan = Plan(
-            topology=topology, max_tokens_per_rank=600, micro_batches=(MicroBatch(buckets=(bucket, *rest)),) * 3
-        )
+        rows = [[bucket, *(Bucket(first_lane=lane) for lane in range(cp_size, 8))]] * 3
+        plan = plan_of_buckets(*rows, topology=topology, max_tokens_per_rank=600)
         found = sent_by_plan(plan, problem)
         assert sum(found) == pytest.approx(3 * layers * ranks * (forward_passes * one.forward + one.backward))
         if across is not None:

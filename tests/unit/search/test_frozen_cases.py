@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
-from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
-from tests.unit.support import CASES, frozen_cost_model
+from dynamic_cp.types import Bucket
+from tests.unit.support import CASES, frozen_cost_model, plan_of_buckets, samples_of
 
 PLANS = sorted((CASES / "plans").glob("*.json"))
 
@@ -39,23 +39,12 @@ def test_makespan_of_frozen_plan(path):
     lengths = case["lengths"] if "lengths" in case else np.load(CASES / case["lengths_file"]).tolist()
     sizes = {"num_lanes": case["lanes"], "tp_size": case["tp"], "pp_size": case["pp"], "vp_size": case["vpp"]}
     model = frozen_cost_model(case["max_tokens_per_rank"], **sizes)
-    plan = Plan(
-        topology=model.topology,
-        max_tokens_per_rank=case["max_tokens_per_rank"],
-        micro_batches=tuple(
-            MicroBatch(
-                buckets=tuple(
-                    Bucket(
-                        first_lane=lane,
-                        cp_size=cp,
-                        samples=tuple(Sample(sample_id=index, seqlen=lengths[index]) for index in indices),
-                    )
-                    for lane, cp, indices in row
-                )
-            )
-            for row in case["microbatches"]
-        ),
-    )
+    samples = samples_of(lengths)
+    rows = [
+        [Bucket(first_lane=lane, cp_size=cp, samples=tuple(samples[one] for one in held)) for lane, cp, held in row]
+        for row in case["microbatches"]
+    ]
+    plan = plan_of_buckets(*rows, topology=model.topology, max_tokens_per_rank=case["max_tokens_per_rank"])
     timeline = simulate(plan, model)
     assert timeline.makespan_s == pytest.approx(case["makespan_s"], rel=1e-6)
     assert timeline.lane_busy_s == pytest.approx(case["lane_busy_s"], rel=1e-6)
