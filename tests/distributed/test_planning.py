@@ -9,33 +9,23 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DisagreementError, InfeasibleSampleError
-from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes, lane_plan
 from dynamic_cp.plans.serialize import digest
 from dynamic_cp.search import search
-from dynamic_cp.types import ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types import PlannedBatch, Problem, Sample, Topology
 from megatron.dynamic_cp.agreement.verify import job_store
 from megatron.dynamic_cp.plans.plan_source import PlanSource, warm_up
 from megatron.dynamic_cp.plans.planner import Planner
 from tests.distributed.harness import outcome_of, run_ranks
+from tests.unit.support import problem_of
 
 SAMPLES = tuple(Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate((700, 40, 9, 230, 1, 64, 128)))
 BATCHES = [SAMPLES, SAMPLES[:3], SAMPLES[3:], SAMPLES[1:5]]
-PROBLEM = Problem(
-    topology=Topology(num_lanes=3),
-    model=ModelShape(
-        num_layers=4, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=2, kv_channels=32,
-        vocab_size=257,
-    ),
-    hardware=load_hardware("cpu"),
-    options=PlanOptions(max_tokens_per_rank=400, bytes_per_element=4, cp_comm_types=("p2p",)),
-)  # fmt: skip
+PROBLEM = problem_of(Topology(num_lanes=3), max_tokens_per_rank=400, bytes_per_element=4)
 
 
 def plan_of(samples: tuple[Sample, ...]) -> PlannedBatch:
-    return search.plan_global_batch(
-        samples, topology=PROBLEM.topology, model=PROBLEM.model, hardware=PROBLEM.hardware, options=PROBLEM.options
-    )
+    return search.plan_problem(PROBLEM, samples)
 
 
 def planner(ahead: bool, problem: Problem = PROBLEM, **options: Any) -> Planner | None:

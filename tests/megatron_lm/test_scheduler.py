@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamic_cp import ModelShape, load_hardware
 from dynamic_cp.errors import IllegalPlanError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Bucket, Plan, Sample, Topology
@@ -120,10 +119,6 @@ def test_real_data_path_of_a_dev_checkout(vp_group: int | None, max_sequences: i
     assert len(computed) == NUM_LANES * SAMPLES_PER_LANE
 
 
-MODEL = ModelShape(
-    num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=4, kv_channels=16,
-    vocab_size=128,
-)  # fmt: skip
 MOST_TOKENS = 128
 
 
@@ -140,7 +135,7 @@ def test_every_plan_becomes_legal_groups(data: st.DataObject) -> None:
     multiple = data.draw(st.integers(1, min(3, len(seqlens))))
     max_samples = data.draw(st.sampled_from([None, 1, 3]))
     samples = [Sample(sample_id=index, seqlen=seqlen) for index, seqlen in seqlens.items()]
-    job = problem_of(Topology(num_lanes=lanes), MODEL, load_hardware("cpu"), max_tokens_per_rank=MOST_TOKENS)
+    job = problem_of(Topology(num_lanes=lanes), max_tokens_per_rank=MOST_TOKENS)
     planned = plan_problem(job, samples)
     try:
         groups = groups_of(planned.plan, multiple=multiple, max_samples=max_samples)

@@ -43,7 +43,7 @@ from dynamic_cp.types import (
     parse_mask_rule,
 )
 from tests.unit.packing.packings import DEEP_MODEL
-from tests.unit.support import CURVED_HARDWARE, HOST_HARDWARE, TINY_HARDWARE
+from tests.unit.support import CURVED_HARDWARE, FREE_HARDWARE, HOST_HARDWARE, TINY_HARDWARE
 
 MODELS = {
     "tiny": DEEP_MODEL,
@@ -84,12 +84,6 @@ HYBRIDS = {
 """Models of cases whose layers may have linear attention."""
 WINDOWED_HYBRIDS = ("mamba-2-in-windows",)
 _ALL_MODELS = {**MODELS, **WINDOWED, **EXPERTS, **HYBRIDS}
-_FREE = replace(
-    TINY_HARDWARE, name="free", exchange_latency_s_per_layer=0.0, forward_overhead_s_per_layer=0.0,
-    backward_overhead_s_per_layer=0.0, overhead_s_per_bucket_stage=0.0, linear_extra_tokens=0.0,
-    attention_extra_tokens=0.0,
-)  # fmt: skip
-"""As TINY_HARDWARE, without any overhead: an empty bucket costs what its one token costs."""
 
 
 def _exchanging(hardware: Hardware, in_node: float, across_nodes: float) -> Hardware:
@@ -97,7 +91,7 @@ def _exchanging(hardware: Hardware, in_node: float, across_nodes: float) -> Hard
 
 
 HARDWARE = {
-    "tiny": TINY_HARDWARE, "curved": CURVED_HARDWARE, "slow-host": HOST_HARDWARE, "free": _FREE,
+    "tiny": TINY_HARDWARE, "curved": CURVED_HARDWARE, "slow-host": HOST_HARDWARE, "free": FREE_HARDWARE,
     "fast-exchange": _exchanging(CURVED_HARDWARE, 1e12, 1e11), "slow-exchange": _exchanging(TINY_HARDWARE, 1e6, 1e5),
     "slow-across": _exchanging(TINY_HARDWARE, 1e9, 3e6),
 }  # fmt: skip

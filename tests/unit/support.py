@@ -47,6 +47,12 @@ CURVED_HARDWARE = replace(
     ring_step_overhead_s_per_layer=1e-6,
 )  # fmt: skip
 """As TINY_HARDWARE, with every optional term of the device."""
+FREE_HARDWARE = replace(
+    TINY_HARDWARE, name="free", exchange_latency_s_per_layer=0.0, forward_overhead_s_per_layer=0.0,
+    backward_overhead_s_per_layer=0.0, overhead_s_per_bucket_stage=0.0, linear_extra_tokens=0.0,
+    attention_extra_tokens=0.0,
+)  # fmt: skip
+"""As TINY_HARDWARE, without any overhead: an empty bucket costs what its one token costs."""
 HOST_HARDWARE = replace(
     CURVED_HARDWARE, name="slow host", host_forward_s_per_layer=8e-5, host_backward_s_per_layer=1.2e-4,
     host_ring_step_s_per_layer=2e-5, host_message_s_per_layer=1e-5,

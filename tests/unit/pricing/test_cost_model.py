@@ -74,14 +74,9 @@ def test_tensor_parallelism_divides_compute_and_whole_kv_heads():
 # A model and a hardware whose prices can be computed in one's head: 1 layer, 8 heads of width 1.
 # 16 FLOPs per squared token; causal kernel 1 s per squared token, L_half 2; full tiles half of that, L_half 0.
 UNIT_MODEL = ModelShape(
-    num_layers=1,
-    hidden_size=1,
-    ffn_hidden_size=1,
-    num_attention_heads=8,
-    num_query_groups=8,
-    kv_channels=1,
+    num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=8, num_query_groups=8, kv_channels=1,
     vocab_size=10,
-)
+)  # fmt: skip
 UNIT_HARDWARE = Hardware(
     name="unit",
     peak_flops_per_s=68,

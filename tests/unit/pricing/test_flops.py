@@ -13,14 +13,9 @@ from tests.unit.support import TINY_HARDWARE, plan_of_buckets, samples_of
 
 # 2 layers of 3*(2*4 + 2*2) + 2*3*5 = 66 weights, query width 4, a head of 3 * 7 weights.
 MODEL = ModelShape(
-    num_layers=2,
-    hidden_size=3,
-    ffn_hidden_size=5,
-    num_attention_heads=2,
-    num_query_groups=1,
-    kv_channels=2,
+    num_layers=2, hidden_size=3, ffn_hidden_size=5, num_attention_heads=2, num_query_groups=1, kv_channels=2,
     vocab_size=7,
-)
+)  # fmt: skip
 
 
 def test_a_batch_by_hand():

@@ -16,7 +16,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.candidates import Search, batch_of
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Sample, Topology
-from tests.unit.support import TINY_HARDWARE, TINY_MODEL, llama_on_h100, problem_of, samples_of
+from tests.unit.support import FREE_HARDWARE, TINY_HARDWARE, TINY_MODEL, llama_on_h100, problem_of, samples_of
 
 
 def plan(samples, topology, policy="dynamic", **options):
@@ -104,15 +104,6 @@ def test_a_static_size_that_no_exchange_can_serve_is_refused(policy, given):
         plan(samples_of([600, 20]), Topology(num_lanes=8), policy, **A2A_ONLY, **given)
 
 
-FREE_HARDWARE = replace(
-    TINY_HARDWARE,
-    exchange_latency_s_per_layer=0.0,
-    forward_overhead_s_per_layer=0.0,
-    backward_overhead_s_per_layer=0.0,
-    overhead_s_per_bucket_stage=0.0,
-    linear_extra_tokens=0.0,
-    attention_extra_tokens=0.0,
-)
 SLOW_ACROSS = replace(TINY_HARDWARE, bandwidth_in_node_bytes_per_s=1e9, bandwidth_across_nodes_bytes_per_s=3e6)
 MANY_HEADS = replace(TINY_MODEL, num_attention_heads=16, num_query_groups=16, kv_channels=8)
 
