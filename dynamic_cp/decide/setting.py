@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from dynamic_cp.decide.stage_splits import in_words
 from dynamic_cp.types import (
     EVERY_LAYER,
     POOL_POLICIES,
@@ -17,7 +18,6 @@ from dynamic_cp.types import (
     SearchEffort,
     Topology,
 )
-from dynamic_cp.types.layers import in_words
 
 TpOverlap = Literal["none", "static", "all"]
 TP_OVERLAPS: tuple[str, ...] = get_args(TpOverlap)

@@ -17,9 +17,8 @@ by their nearest cause: an input that is late because the stage before it waited
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,17 +52,6 @@ class Span(NamedTuple):
     def end_s(self) -> float:
         """Seconds from the start of the iteration to the end of the operation."""
         return self.end_ns / 1e9
-
-
-class TimelineEvent(NamedTuple):
-    """One operation on one place, for a trace viewer that draws a row per (stage, lane)."""
-
-    name: str
-    stage: int
-    lane: int
-    start_us: float
-    duration_us: float
-    args: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -197,28 +185,6 @@ class Timeline:
                 start_ns = ends_ns[0] - int(durations[index, first])
                 spans.append(Span(stage, operation, bucket, start_ns, max(ends_ns), ends_ns))
         return tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns)))
-
-    @property
-    def events(self) -> tuple[TimelineEvent, ...]:
-        """Every operation on every lane, as plain data for a Chrome or Perfetto trace, by start."""
-        return tuple(
-            TimelineEvent(
-                name=str(span.operation),
-                stage=span.stage,
-                lane=lane,
-                start_us=span.start_ns / 1e3,
-                duration_us=(span.end_on_ns(lane) - span.start_ns) / 1e3,
-                args={
-                    "micro_batch": span.operation.micro_batch,
-                    "chunk": span.operation.chunk,
-                    "cp_size": span.bucket.cp_size,
-                    "samples": len(span.bucket.samples),
-                    "tokens": span.bucket.num_tokens,
-                },
-            )
-            for span in self.spans
-            for lane in span.bucket.lanes
-        )
 
     def _arrivals_ns(self) -> Ints:
         """Return [operation, lane] -> when its input arrives; 0 if it needs none from another stage."""

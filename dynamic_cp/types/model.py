@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import inf
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import counted, require_at_least
 from dynamic_cp.types.experts import Experts
-from dynamic_cp.types.layers import Layer, PipelineLayers, Stage, best_split
+from dynamic_cp.types.layers import Layer, PipelineLayers, Stage
 from dynamic_cp.types.linear_attention import LinearAttention
 from dynamic_cp.types.linear_layers import (
     ATTENTION,
@@ -321,28 +321,6 @@ class ModelShape:
         """Return the imbalance of its experts; 1.0 where every rank has all of them."""
         return self.experts.imbalance if self.experts is not None and ep_size > 1 else 1.0
 
-    def why_no_split(
-        self, *, tp_size: int, pp_size: int, vp_size: int, ranks_per_node: int, ep_size: int = 1
-    ) -> str | None:
-        """Return why TP, PP, VPP and EP cannot split the model, None if they can. Stages may differ in their layers."""
-        if tp_size > ranks_per_node:
-            return "TP beyond a node"
-        if any(size % tp_size for size in (self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size)):
-            return "TP does not divide heads, KV heads or the MLP"
-        if ranks_per_node % tp_size:
-            return "TP does not divide the GPUs of a node, so that some groups would cross nodes"
-        linear = self.linear_attention
-        if linear is not None and (linear.num_heads % tp_size or linear.num_groups % tp_size):
-            return "TP does not divide heads or groups of linear attention"
-        if vp_size > 1 and pp_size == 1:
-            return "VPP without a pipeline"
-        if self.pipeline_layers:
-            if pp_size > 1 and (pp_size, {vp_size}) != (len(self.pipeline_layers), set(map(len, self.pipeline_layers))):
-                return "PP x VPP is not what the model's pipeline_layers are for"
-        elif best_split(self.num_layers, pp_size, vp_size) is None:
-            return "PP x VPP cannot share out the layers"
-        return self.why_no_expert_split(ep_size=ep_size, tp_size=tp_size)
-
     def why_no_expert_split(self, *, ep_size: int, tp_size: int = 1) -> str | None:
         """Return why `ep_size` ranks cannot share the experts evenly, None if they can."""
         if self.experts is None:
@@ -502,13 +480,6 @@ class ModelShape:
     def num_heads(self) -> int:
         """Passes of the LM head, with its loss."""
         return 1 + self.mtp_num_layers
-
-    def in_stages(self, pp_size: int, vp_size: int) -> ModelShape:
-        """Return the model split by `best_split`; itself if an even split is as good, layers are set, or none fits."""
-        split = best_split(self.num_layers, pp_size, vp_size, self.mtp_num_layers)
-        if self.pipeline_layers or split is None or not split.layers:
-            return self
-        return replace(self, pipeline_layers=split.layers)
 
     def stages(self, pp_size: int) -> tuple[Stage, ...]:
         """Return what each of `pp_size` pipeline stages computes; prices, memory and FLOPs are made of these.

@@ -17,7 +17,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp.model.chunked_head import ChunkedHead, token_log_probs
+from megatron.dynamic_cp.model.chunked_head import ChunkedHead
+from megatron.integrations.post_training.megatron_passes import token_log_probs
 from tests.distributed import fake_apex, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import TOLERANCE, Layout, assert_equal_to_reference, case_of, run_step

@@ -14,6 +14,7 @@ import click
 
 from dynamic_cp.decide.cli.options import Names, Numbers, TokensOrAuto, option, options_in, options_of, taken
 from dynamic_cp.decide.setting import TP_OVERLAPS, TpOverlap
+from dynamic_cp.decide.stage_splits import in_stages, why_no_split
 from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
@@ -585,7 +586,7 @@ class JobInput(RunInput):
         model = self.whole_model
         if self.lanes is None or model.num_layers % (self.topology.pp_size * self.topology.vp_size) == 0:
             return model
-        return model.in_stages(self.topology.pp_size, self.topology.vp_size)
+        return in_stages(model, self.topology.pp_size, self.topology.vp_size)
 
     @cached_property
     def topology(self) -> Topology:
@@ -680,7 +681,8 @@ class JobInput(RunInput):
                 "give --gpus with the sizes of that layout, or leave it out"
             )
         topology, model, _ = self.topology, self.model_shape, self.options
-        reason = model.why_no_split(
+        reason = why_no_split(
+            model,
             tp_size=topology.tp_size,
             pp_size=topology.pp_size,
             vp_size=topology.vp_size,

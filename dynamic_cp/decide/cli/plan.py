@@ -14,9 +14,9 @@ from dynamic_cp.decide.cli.parameters import POOL, BatchInput, JobInput, batch_o
 from dynamic_cp.decide.cli.simulate import searched, why_fastest
 from dynamic_cp.decide.cli.tables import Progress, can_draw, console, heading, note, percent, progress, seconds
 from dynamic_cp.decide.files import STDOUT, check_apart, check_writable, write_json, write_text
+from dynamic_cp.decide.stage_splits import in_words
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError, did_you_mean
 from dynamic_cp.types import STATIC_POLICIES, Hardware, Plan, PlannedBatch, PoolUse, Problem, Topology, counted
-from dynamic_cp.types.layers import in_words
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,6 +10,7 @@ from typing import Any
 
 from dynamic_cp.decide.comparison.settle import torchrun
 from dynamic_cp.decide.setting import Setting
+from dynamic_cp.decide.stage_splits import flags_of
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture, as_flags
 from dynamic_cp.models.flags import MEANINGS, Meaning
@@ -23,7 +24,6 @@ from dynamic_cp.types import (
     PlanOptions,
     StateDtypes,
 )
-from dynamic_cp.types.layers import flags_of
 
 _POLICY_FLAGS = {
     "dynamic": ("--dynamic-cp",),

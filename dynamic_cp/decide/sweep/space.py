@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.decide.setting import Setting
+from dynamic_cp.decide.stage_splits import in_stages, is_level, why_no_split
 from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.plans.padding import round_up
@@ -26,7 +27,6 @@ from dynamic_cp.types import (
     chunk_tokens,
     is_placed,
 )
-from dynamic_cp.types.layers import is_level
 
 MORE_ROOM = "use more GPUs or shorter samples (--max-seqlen)"
 _LIMIT_STEP = 256
@@ -162,7 +162,7 @@ def settings_of(
     all sizes, or where these leave no memory as many of the smaller ones as do. Of the sets of exchanges it is the
     first that memory holds: `variants` has the others.
     """
-    model = job.model.in_stages(topology.pp_size, topology.vp_size)
+    model = in_stages(job.model, topology.pp_size, topology.vp_size)
     reason = why_no_pool(model, topology) if policy in POOL_POLICIES else None
     if reason is not None:
         return Refused(reason, "leave out policies with a pool (--policy)")
@@ -338,6 +338,6 @@ def _why_not(space: Space, model: ModelShape, tp_size: int, pp_size: int, vp_siz
     if space.num_gpus % (tp_size * pp_size):
         return "TP x PP does not divide the GPUs"
     per_node = min(space.ranks_per_node, space.num_gpus)
-    return model.why_no_split(
-        tp_size=tp_size, pp_size=pp_size, vp_size=vp_size, ranks_per_node=per_node, ep_size=ep_size
+    return why_no_split(
+        model, tp_size=tp_size, pp_size=pp_size, vp_size=vp_size, ranks_per_node=per_node, ep_size=ep_size
     )

@@ -18,6 +18,7 @@ from dynamic_cp.decide.calibration import Calibration, Measurements, Setup, cali
 from dynamic_cp.decide.calibration.measurements import SECTIONS
 from dynamic_cp.decide.cli.tables import console, make_table, progress, say_nothing
 from dynamic_cp.decide.files import write_json, write_text
+from dynamic_cp.decide.stage_splits import why_no_split
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.models import catalog
 from dynamic_cp.types import RING_ALONE, Hardware, Topology
@@ -83,7 +84,7 @@ def _profile(given: dict[str, Any], base: Hardware, kept: str, place: Place) -> 
 
 def _setup(given: dict[str, Any], place: Place) -> Setup:
     model, tp_size, kind = catalog.load_model(given["model"]), given["tp"], place.device.type
-    reason = model.why_no_split(tp_size=tp_size, pp_size=1, vp_size=1, ranks_per_node=tp_size)
+    reason = why_no_split(model, tp_size=tp_size, pp_size=1, vp_size=1, ranks_per_node=tp_size)
     if reason is not None:
         raise InvalidInputError(f"--tp {tp_size} does not suit --model {given['model']}: {reason}: use a divisor")
     max_tokens = _MAX_TOKENS[kind] if given["max_tokens"] is None else given["max_tokens"]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
@@ -173,61 +172,3 @@ class _WeightGradient:
             return self.alias.new_zeros(()).expand_as(self.alias)  # the embedding's gradient is added to it
         self._weight.grad_added_to_main_grad = True
         return torch.empty_like(self.alias)
-
-
-def token_log_probs(
-    layer: ColumnParallelLinear,
-    hidden: Tensor,
-    labels: Tensor,
-    chunk_tokens: int,
-    *,
-    weight: Tensor | None = None,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Return log-probs of the labels and entropies, both [1, T] in float32 and with gradients, over chunks of tokens.
-    `layer` is the LM head, whose TP ranks have a share of the vocabulary each; `hidden`, `labels` and `weight` are
-    as of `ChunkedHeadModel.token_losses`. At most `chunk_tokens` tokens have logits at once, divided by
-    `temperature` (> 0)."""
-    if not temperature > 0:
-        raise InvalidInputError(f"temperature is {temperature}, it must be greater than 0")
-
-    def of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        outputs: tuple[Tensor, Tensor] = _LogProbs.apply(logits.squeeze(1), labels[0], temperature, layer.tp_group)
-        return outputs[0][None], outputs[1][None]
-
-    log_probs, entropies = ChunkedHead(layer, of_logits, chunk_tokens, gathers=False)(hidden, labels, weight)
-    return log_probs, entropies
-
-
-class _LogProbs(torch.autograd.Function):
-    """Of shares of the vocabulary: log p = x_label - lse, entropy = lse - sum of p x; x are logits / temperature."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
-        x = logits.float() / temperature
-        most = x.amax(-1)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        x -= most[:, None]
-        own = labels - group.rank() * x.shape[-1]
-        is_own = (own >= 0) & (own < x.shape[-1])
-        own = own.where(is_own, 0)[:, None]
-        chosen = x.gather(-1, own)[:, 0] * is_own
-        exponentials = x.exp()
-        sums = torch.stack([exponentials.sum(-1), exponentials.mul_(x).sum(-1), chosen])
-        dist.all_reduce(sums, group=group)
-        log_sum = sums[0].log()
-        entropy = log_sum - sums[1] / sums[0]
-        ctx.save_for_backward(x, log_sum, entropy, own, is_own)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
-        return sums[2] - log_sum, entropy
-
-    @staticmethod
-    def backward(ctx: Any, of_log_prob: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        x, log_sum, entropy, own, is_own = ctx.saved_tensors
-        log_probs = x - log_sum[:, None]
-        factors = (log_probs + entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_log_prob[:, None])
-        gradient = log_probs.exp_().mul_(factors)
-        gradient.scatter_add_(-1, own, (of_log_prob * is_own)[:, None])
-        return gradient.div_(ctx.temperature).to(ctx.dtype), None, None, None

@@ -26,6 +26,15 @@ from tests.unit.report.trace_format_check import check_events
 SMALL_CASES = ("usual", "one", "pp8-vp2", "mostly-empty", "many-micro-batches")
 
 
+def slices_of(timeline):
+    """Return (span, (stage, lane), (start, duration in us)) of every operation on every lane."""
+    return [
+        (one, (one.stage, lane), (one.start_ns / 1e3, (one.end_on_ns(lane) - one.start_ns) / 1e3))
+        for one in timeline.spans
+        for lane in one.bucket.lanes
+    ]
+
+
 def one_of(events, **wanted):
     (found,) = [event for event in events if wanted.items() <= event.items()]
     return found
@@ -53,9 +62,9 @@ def test_simulated_traces_are_legal_and_hold_every_operation(case):
         assert busy_ns == pytest.approx(timeline.split.busy_ns.sum())
 
 
-def test_slices_are_the_timelines_events():
+def test_slices_are_the_spans_of_the_timeline():
     (_, (_, timeline)) = timelines("usual")
-    wanted = {(one.stage, one.lane, one.name[1:], one.start_us, one.duration_us) for one in timeline.events}
+    wanted = {(*place, str(span.operation)[1:], *times_us) for span, place, times_us in slices_of(timeline)}
     found = {
         (event["pid"], event["tid"], event["name"].split()[0], event["ts"], event["dur"])
         for event in trace_events(timeline)
@@ -168,15 +177,15 @@ def test_a_simulated_iteration_that_was_measured_exactly_has_the_same_slices():
     (_, (_, timeline)) = timelines("pp8-vp2")
     spans = [
         span(
-            7 + one.start_us / 1e6, one.duration_us / 1e6, stage=one.stage, lane=one.lane, kind=one.name[1],
-            micro_batch=one.args["micro_batch"], chunk=one.args["chunk"],
+            7 + start_us / 1e6, duration_us / 1e6, stage=stage, lane=lane, kind=str(one.operation)[1],
+            micro_batch=one.operation.micro_batch, chunk=one.operation.chunk,
         )
-        for one in timeline.events
+        for one, (stage, lane), (start_us, duration_us) in slices_of(timeline)
     ]  # fmt: skip
     events = measured_trace_events(spans)
     check_events(events)
     found = sorted((event["pid"], event["tid"], event["ts"]) for event in events if event["ph"] == "X")
-    wanted = sorted((one.stage, one.lane, one.start_us) for one in timeline.events)
+    wanted = sorted((*place, start_us) for _, place, (start_us, _) in slices_of(timeline))
     assert len(found) == len(wanted) > 500
     assert np.allclose(np.array(found), np.array(wanted), atol=0.01)
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from dynamic_cp.decide.stage_splits import _splits, best_split, flags_of, in_stages, why_no_split
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.types import FULL, Layer, ModelShape, Stage, Topology
-from dynamic_cp.types.layers import _splits, best_split, flags_of
 from megatron.dynamic_cp.flags.layout import STAGE_FLAGS, pipeline_layers
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, problem_of
 
@@ -222,7 +222,7 @@ def test_a_model_says_why_its_layers_cannot_be_shared_out():
 
     def why(pp_size, vp_size=1, layers=()):
         of_stages = replace(model, pipeline_layers=layers)
-        return of_stages.why_no_split(tp_size=1, pp_size=pp_size, vp_size=vp_size, ranks_per_node=8)
+        return why_no_split(of_stages, tp_size=1, pp_size=pp_size, vp_size=vp_size, ranks_per_node=8)
 
     assert why(4) is why(8) is why(4, 2) is None
     assert why(9) == why(4, 3) == "PP x VPP cannot share out the layers"
@@ -231,5 +231,5 @@ def test_a_model_says_why_its_layers_cannot_be_shared_out():
     assert why(1, 1, ((2,), (4,))) is None
     given = "PP x VPP is not what the model's pipeline_layers are for"
     assert why(4, 1, ((2,), (4,))) == why(2, 2, ((2,), (4,))) == given
-    assert model.in_stages(4, 1).pipeline_layers == ((1,), (2,), (2,), (1,))
-    assert model.in_stages(3, 1) is model.in_stages(1, 1) is model
+    assert in_stages(model, 4, 1).pipeline_layers == ((1,), (2,), (2,), (1,))
+    assert in_stages(model, 3, 1) is in_stages(model, 1, 1) is model
