@@ -13,7 +13,7 @@ ARG PYTHON=3.12.12-slim-bookworm
 # The project as a wheel: neither image keeps sources or build tools.
 FROM python:${PYTHON} AS wheel
 WORKDIR /source
-COPY setup.py pyproject.toml ./
+COPY setup.py pyproject.toml README.md ./
 COPY dynamic_cp dynamic_cp
 COPY megatron megatron
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .

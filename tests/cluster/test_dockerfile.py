@@ -160,6 +160,10 @@ def test_sources_exist_and_are_sent_to_the_build() -> None:
             assert STAGES.index(stage) < STAGES.index(one.stage)
     assert looked_at >= 10
     assert sent == {name for name in sent if (ROOT / name).exists()}
+    read = set(re.findall(r'ROOT / "([^"]+)"', (ROOT / "setup.py").read_text(encoding="utf-8")))
+    copied = [source for one in of("wheel", "COPY") for source in one.split()[:-1]]
+    assert read >= {"README.md"}
+    assert all(any(Path(name).is_relative_to(source) for source in copied) for name in read), "setup.py reads these"
 
 
 def test_jobs_find_the_code_where_the_images_have_it() -> None:
