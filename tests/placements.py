@@ -54,7 +54,7 @@ def random_placement(
     return Placement(without_tiles.homes, random.permutation(tiles).astype(np.int32), layer_masks)
 
 
-def random_lanes(random: np.random.Generator, most: int = 10) -> Lanes:
-    """Return up to `most` lanes, of which the first ones may lie in the middle of a node, and the last ones, too."""
+def random_lanes(random: np.random.Generator) -> Lanes:
+    """Return up to 10 lanes, of which the first ones may lie in the middle of a node, and the last ones, too."""
     node_lanes = int(random.choice([1, 2, 3, 4, 8]))
-    return Lanes(int(random.integers(1, most + 1)), int(random.integers(3 * node_lanes)), node_lanes)
+    return Lanes(int(random.integers(1, 11)), int(random.integers(3 * node_lanes)), node_lanes)

@@ -46,9 +46,9 @@ def placed_bytes(bucket: Bucket, model: ModelShape, topology: Topology, element_
     return total
 
 
-def pool_bytes(plan: Plan, model: ModelShape, repeats: bool, element_bytes: int = 4) -> NDArray[np.float64]:
+def pool_bytes(plan: Plan, model: ModelShape, repeats: bool) -> NDArray[np.float64]:
     """Return [server] what a rank of each sends for attention; `repeats`: backward computes it a second time."""
-    options = PlanOptions(max_tokens_per_rank=1, bytes_per_element=element_bytes, cp_comm_types=("p2p",))
+    options = PlanOptions(max_tokens_per_rank=1, bytes_per_element=4, cp_comm_types=("p2p",))
     hardware = catalog.load_hardware("h100")
     problem = Problem(topology=plan.topology, model=model, hardware=hardware, options=options)
     assert plan.extension is not None

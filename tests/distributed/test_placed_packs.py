@@ -26,9 +26,9 @@ from tests.placements import random_placement
 HOST = torch.device("cpu")
 
 
-def packs_of(programme: Programme, samples: Sequence[Sample], mask: Mask = CAUSAL) -> PlacedPacks:
+def packs_of(programme: Programme, samples: Sequence[Sample]) -> PlacedPacks:
     """Return the packs of a lane that knows these samples, with a token of padding."""
-    masks = [sample.mask or mask for sample in samples]
+    masks = [sample.mask or CAUSAL for sample in samples]
     seqlens = [sample.seqlen for sample in samples]
     return build_placed_packs(programme, masks, seqlens, programme.num_tokens + 1, HOST)
 

@@ -89,11 +89,11 @@ TEMPLATE = (
 )
 
 
-def call_messages(arguments, content=None):
+def call_messages(arguments):
     calls = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}]
     return [
         {"role": "user", "content": "2 plus 3?"},
-        {"role": "assistant", "content": content, "tool_calls": calls},
+        {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c1", "content": "5"},
         {"role": "assistant", "content": "5."},
     ]

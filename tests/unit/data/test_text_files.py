@@ -105,8 +105,8 @@ def test_json_among_other_files_is_text_with_a_warning(tmp_path, caplog):
     assert "1 of 2 files are JSON and are read as plain text" in caplog.text
 
 
-def write_lines(path, lines, newline=b"\n"):
-    path.write_bytes(newline.join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
+def write_lines(path, lines):
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
     return path
 
 

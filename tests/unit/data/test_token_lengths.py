@@ -226,8 +226,8 @@ def test_deep_nesting_is_an_error_and_no_crash(tmp_path):
         index(tmp_path)
 
 
-def lines_of(path, size_bytes, block_bytes=1 << 20):
-    pieces = whole_lines(blocks_of(str(path), "line", size_bytes, block_bytes))
+def lines_of(path, size_bytes):
+    pieces = whole_lines(blocks_of(str(path), "line", size_bytes, 1 << 20))
     return [line for content, _ in pieces for line in split_lines(content)]
 
 

@@ -41,11 +41,11 @@ def somewhere(rng: random.Random, topology: Topology, cp_size: int, lengths: lis
 def observe(
     truth: Multipliers, *, num: int = 300, noise: float = 0.05, outliers: float = 0.0,
     cp_sizes: tuple[int, ...] = (1, 2, 4, 8), topology: Topology = TOPOLOGY, hardware: Hardware = HARDWARE,
-    options: PlanOptions = OPTIONS, seed: int = 1,
+    seed: int = 1,
 ) -> list[Observation]:  # fmt: skip
     """Return measurements of a machine on which `truth` holds: log-normal noise, outliers 2 to 10 times too long."""
     rng = random.Random(seed)
-    problem = Problem(topology=topology, model=TINY_MODEL, hardware=truth.apply(hardware), options=options)
+    problem = Problem(topology=topology, model=TINY_MODEL, hardware=truth.apply(hardware), options=OPTIONS)
     cost_model = CostModel(problem)
     observations = []
     for _ in range(num):

@@ -25,15 +25,14 @@ def setting(num_lanes=8, pp_size=4, vp_size=1, **options):
     return deep_cost_model(topology, **{"max_tokens_per_rank": 512, **options})
 
 
-def first_effort(name="fast"):
-    return EFFORTS[name][0] if not hasattr(EFFORTS[name], "_fields") else EFFORTS[name]
+(FAST,) = EFFORTS["fast"]
 
 
 def packed(seqlens, model, effort=None):
     durations = durations_of(model.table, model.topology.num_lanes)
     base = int(np.flatnonzero(durations.capacities)[0])
     fewest = fewest_rows(seqlens, durations, base, model.topology.num_lanes)
-    return pack_blocks(causal(seqlens), model, fewest, effort or first_effort())
+    return pack_blocks(causal(seqlens), model, fewest, effort or FAST)
 
 
 def test_blocks_are_aligned_and_cover_all_lanes():
@@ -72,7 +71,7 @@ def test_learning_never_loses_and_pays():
     gains = []
     for seed in range(6):
         model, seqlens = setting(8, 4), batch(150, 900, seed)
-        plain = packed(seqlens, model, first_effort()._replace(num_learned=0))
+        plain = packed(seqlens, model, FAST._replace(num_learned=0))
         learned = packed(seqlens, model)
         assert learned[0].makespan_ns <= plain[0].makespan_ns
         gains.append(1 - learned[0].makespan_ns / plain[0].makespan_ns)

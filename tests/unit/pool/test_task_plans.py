@@ -56,9 +56,9 @@ K = 1024
 MODEL, HARDWARE = load_model("llama-3-8b"), load_hardware("h100")
 
 
-def cost_model_of(pp_size: int, limit: int = 16 * K, recompute: Recompute = "full", **sizes: int) -> CostModel:
+def cost_model_of(pp_size: int, recompute: Recompute = "full", **sizes: int) -> CostModel:
     topology = Topology(num_lanes=4, tp_size=8, pp_size=pp_size, sequence_parallel=True, **sizes)
-    options = PlanOptions(max_tokens_per_rank=limit, recompute=recompute, cp_comm_types=(*CP_COMM_TYPES, BY_PLACEMENT))
+    options = PlanOptions(max_tokens_per_rank=16 * K, recompute=recompute, cp_comm_types=(*CP_COMM_TYPES, BY_PLACEMENT))
     return CostModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options))
 
 
@@ -244,9 +244,9 @@ def with_rows(plan: Plan, change: Any) -> Plan:
     return with_side(plan, forward=(pool.forward[0], Tasks(rows), *pool.forward[2:]))
 
 
-def set_at(column: int, value: int, row: int = 0) -> Any:
+def set_at(column: int, value: int) -> Any:
     def change(rows: Any) -> None:
-        rows[row, column] = value
+        rows[0, column] = value
 
     return change
 
