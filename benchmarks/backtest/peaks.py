@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.backtest.errors import spread
@@ -43,16 +42,16 @@ class Peak:
         return stages_of(self.run)[-1]
 
 
-def read_peaks(path: Path = FILE) -> tuple[Peak, ...]:
-    """Return the published peaks of a file."""
-    runs = {run.name: run for run in read_runs(path)}
+def read_peaks() -> tuple[Peak, ...]:
+    """Return the published peaks."""
+    runs = {run.name: run for run in read_runs()}
 
     def peak(entry: dict[str, Any]) -> Peak:
         changes = {name: tuple(value) if isinstance(value, list) else value for name, value in entry["changes"].items()}
         run = replace(runs[entry["run"]], **changes)
         return Peak(name=entry["name"], run=run, gigabytes=entry["gigabytes"], source=entry["source"])
 
-    return tuple(map(peak, json.loads(path.read_text(encoding="utf-8"))["peaks"]))
+    return tuple(map(peak, json.loads(FILE.read_text(encoding="utf-8"))["peaks"]))
 
 
 def allocated_gb(stage: StageMemory) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -52,9 +51,9 @@ class VariableRun:
     elsewhere: str = ""
 
 
-def read_variable(path: Path = FILE) -> tuple[VariableRun, ...]:
-    """Return the published pairs of a file."""
-    data = json.loads(path.read_text(encoding="utf-8"))
+def read_variable() -> tuple[VariableRun, ...]:
+    """Return the published pairs."""
+    data = json.loads(FILE.read_text(encoding="utf-8"))
     runs = []
     for entry in data["variable"]:
         problem = entry.get("problem")

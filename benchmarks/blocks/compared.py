@@ -35,10 +35,6 @@ class Cell(NamedTuple):
     mask: str
     scale: float
 
-    @property
-    def mask_name(self) -> str:
-        return self.mask.partition(":")[0]
-
 
 CELLS = tuple(Cell(*one) for one in product(DATA, MASKS, SCALES))
 PAPER_CELLS = tuple(cell for cell in CELLS if cell.data in LONG_DATA and cell.mask != "full")

@@ -138,14 +138,12 @@ def bound_at(
     topology: Topology,
     max_tokens_per_rank: int,
     num_microbatches: int,
-    enough_s: float = float("inf"),
 ) -> float:
     """Return proven seconds of every plan with `num_microbatches`, wherever the longest sample is.
 
     Args:
         lengths, table, topology, max_tokens_per_rank: as in `bound_of_lengths`.
         num_microbatches: a number that the schedule allows.
-        enough_s: stop when this much is proven.
     """
     ways = ways_of(table, max_tokens_per_rank)
     batch = _batch_of(lengths, table, topology, ways)
@@ -153,13 +151,11 @@ def bound_at(
         return float("inf")
     least_s = max(_work_s(batch, ways, num_microbatches), _longest_s(batch, ways))
     spread = _spread(batch, ways) if topology.pp_size > 1 else None
-    if spread is None or least_s >= enough_s:
+    if spread is None:
         return least_s
     steps, paths_s = _SWEEPS["report"].steps, np.inf
     for position in range(num_microbatches):
-        path_s = path_bound_s(
-            spread, topology.pp_size, topology.vp_size, num_microbatches, position, steps, min(enough_s, paths_s)
-        )
+        path_s = path_bound_s(spread, topology.pp_size, topology.vp_size, num_microbatches, position, steps, paths_s)
         paths_s = min(paths_s, path_s)
     return max(least_s, paths_s)
 

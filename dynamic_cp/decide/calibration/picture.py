@@ -38,10 +38,10 @@ def _color(section: str, theme: Theme) -> str:
     return theme.ink if section == "held_out" else theme.series_color(list(_LABELS).index(section))
 
 
-def save_picture(path: str, setup: Setup, calibration: Calibration, theme: Theme = LIGHT) -> None:
+def save_picture(path: str, setup: Setup, calibration: Calibration) -> None:
     """Write the picture to `path` (.svg or .png). InvalidInputError: another ending, or a place that cannot be written;
     UnsupportedFeatureError: matplotlib is not installed."""
-    save(path, partial(measured_against_fitted, setup, calibration), theme)
+    save(path, partial(measured_against_fitted, setup, calibration), LIGHT)
 
 
 def measured_against_fitted(setup: Setup, calibration: Calibration, theme: Theme) -> Figure:

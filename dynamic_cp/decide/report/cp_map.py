@@ -41,7 +41,7 @@ def cp_map(plans: Sequence[tuple[str, Plan]], theme: Theme, *, width_in: float =
     for panel, grid, columns, (name, plan) in zip(panels, grids, used, plans, strict=True):
         _draw(panel, grid, -(-plan.topology.num_lanes // _MAX_LANES), theme)
         sizes |= set(np.unique(grid).tolist())
-        _describe(panel, name, plan, grid, columns.tolist())
+        _describe(panel, name, plan, columns.tolist())
     entries = cp_legend(sizes - {0}, theme) + [("only padding", theme.empty)] * (0 in sizes)
     add_legend(figure, entries, width_in=width_in, title="CP size")
     return figure
@@ -82,7 +82,7 @@ def _draw(panel: Axes, grid: Ints, lanes_per_row: int, theme: Theme) -> None:
     frame_map(panel, last_x=grid.shape[1], last_y=len(grid))
 
 
-def _describe(panel: Axes, name: str, plan: Plan, grid: Ints, used: Sequence[int]) -> None:
+def _describe(panel: Axes, name: str, plan: Plan, used: Sequence[int]) -> None:
     """Name the axes; `used` are the micro-batches that are drawn."""
     num_lanes = plan.topology.num_lanes
     lanes, columns = -(-num_lanes // _MAX_LANES), -(-len(used) // _MAX_MICRO_BATCHES)

@@ -228,9 +228,7 @@ def tick_events(
     return in_time(events)
 
 
-def measured_trace_events(
-    spans: Iterable[MeasuredSpan], *, label: str = "measured", first_process: int = 0
-) -> list[Event]:
+def measured_trace_events(spans: Iterable[MeasuredSpan], *, first_process: int = 0) -> list[Event]:
     """Return the events of measured iterations by the clock, from 0. InvalidInputError: no spans, or two that overlap
     on one rank by more than a microsecond (less is taken off the earlier one, as clocks have steps)."""
     of_place: dict[tuple[int, int], list[MeasuredSpan]] = defaultdict(list)
@@ -242,7 +240,7 @@ def measured_trace_events(
     lanes: dict[int, list[int]] = defaultdict(list)
     for stage, lane in sorted(of_place):
         lanes[stage].append(lane)
-    events = name_events(label, first_process, lanes)
+    events = name_events("measured", first_process, lanes)
     ends_ns: dict[int, int] = defaultdict(int)
     for (stage, lane), group in sorted(of_place.items()):
         group.sort(key=lambda span: (span.start_s, span.duration_s))

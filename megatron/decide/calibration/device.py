@@ -14,6 +14,8 @@ from megatron.core import parallel_state, tensor_parallel
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.repairs import cpu_backend
 
+_SEED = 1234
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -26,7 +28,7 @@ class Place:
     ranks_per_node: int
 
 
-def set_up(requested: str, seed: int = 1234) -> Place:
+def set_up(requested: str) -> Place:
     """Choose the device, join torchrun's ranks (or be a job of one) unless they have met already, and build
     megatron-core's groups. InvalidInputError if CUDA is asked for but missing, or ranks share a GPU.
     """
@@ -59,8 +61,8 @@ def set_up(requested: str, seed: int = 1234) -> Place:
         _join("nccl" if on_gpu else "gloo")
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(context_parallel_size=1)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    torch.manual_seed(_SEED)
+    tensor_parallel.model_parallel_cuda_manual_seed(_SEED, force_reset_rng=True)
     num_ranks = dist.get_world_size()
     return Place(
         device=device,

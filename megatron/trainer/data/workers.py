@@ -83,15 +83,13 @@ def map_in_processes(
             worker.close()
 
 
-def map_in_threads(
-    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], num_threads: int = NUM_THREADS
-) -> Generator[Any, None, None]:
+def map_in_threads(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Any, None, None]:
     """Yield function(*task) for each task; a single task runs in this thread."""
     if len(tasks) <= 1:
         for task in tasks:
             yield function(*task)
         return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="indexing") as threads:
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="indexing") as threads:
         try:
             yield from threads.map(lambda task: function(*task), tasks)
         finally:
