@@ -103,8 +103,7 @@ class Output:
         if crc32 != self._crc32 or index.document_tokens.tolist() != self._lengths:
             raise DataError(
                 f"{self.prefix}.bin reads back with checksum {crc32:#x} and {len(index.document_tokens)} documents, "
-                f"written were {self._crc32:#x} and {len(self._lengths)}: look at the disk",
-                checksum=crc32,
+                f"written were {self._crc32:#x} and {len(self._lengths)}: look at the disk"
             )
         return len(self._lengths), sum(self._lengths)
 
@@ -125,9 +124,7 @@ class Output:
 
 
 def _cannot_write(path: str, error: OSError) -> DataError:
-    return DataError(
-        f"cannot write {error.filename or path}: {error.strerror or error}; check room and permissions", path=path
-    )
+    return DataError(f"cannot write {error.filename or path}: {error.strerror or error}; check room and permissions")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -156,7 +153,7 @@ def preprocess(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
     from megatron.core.datasets.indexed_dataset import DType
 
     if args.workers < 1:
-        raise InvalidInputError(f"--workers is {args.workers}, at least 1 is needed", workers=args.workers)
+        raise InvalidInputError(f"--workers is {args.workers}, at least 1 is needed")
     if len(set(args.json_keys)) != len(args.json_keys):
         raise InvalidInputError(f"--json-keys names a field twice: {' '.join(args.json_keys)}")
     config = DataConfig(

@@ -68,7 +68,7 @@ def piped_bytes(path: str | Path) -> bytes | None:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if os.isatty(descriptor):
-            raise DataError(f"{path} is a terminal: pipe something into it, or name a file", path=path)
+            raise DataError(f"{path} is a terminal: pipe something into it, or name a file")
         first = _first(descriptor, path) if stat.S_ISFIFO(mode) else b""
         os.set_blocking(descriptor, True)
         return first + _all(descriptor, str(path))
@@ -88,8 +88,7 @@ def _first(descriptor: int, path: str | Path) -> bytes:
             return found
         time.sleep(_LOOK_AGAIN_S)  # nobody has it open, or it was closed without a word
     raise DataError(
-        f"{path} is a pipe, and nobody writes to {path} for {FIRST_BYTE_S:g} s: start the writer first, or name a file",
-        path=path,
+        f"{path} is a pipe, and nobody writes to {path} for {FIRST_BYTE_S:g} s: start the writer first, or name a file"
     )
 
 
@@ -145,13 +144,13 @@ def read_length_array(path: str | Path, *, index_unit: IndexUnit = "document") -
         kind = _kind_of(file)
         lengths = read_idx(file, index_unit) if kind == ".idx" else READERS[kind](file)
     except OSError as error:
-        raise DataError(f"cannot read {name}: {error.strerror or error}: check the path", path=path) from error
+        raise DataError(f"cannot read {name}: {error.strerror or error}: check the path") from error
     except ValueError as error:
         if isinstance(error, DynamicCPError):
             raise
-        raise DataError(f"cannot read {name}: {error}: check the path", path=path) from error  # a NUL in its name
+        raise DataError(f"cannot read {name}: {error}: check the path") from error  # a NUL in its name
     if not lengths.size:
-        raise DataError(f"{name} holds 0 lengths, at least 1 is needed: give a file with lengths", path=path)
+        raise DataError(f"{name} holds 0 lengths, at least 1 is needed: give a file with lengths")
     return lengths
 
 
@@ -163,11 +162,11 @@ def _kind_of(file: LengthFile) -> str:
     if file.content is None and not is_standard_input(file.path):
         file.path.stat()  # that it is not there is the first thing to say
         if file.path.is_dir():
-            raise DataError(f"{file.name} is a folder: give a file of lengths in it", path=file.path)
+            raise DataError(f"{file.name} is a folder: give a file of lengths in it")
         if kind in (".gz", ".bz2", ".xz", ".zst", ".zip"):
-            raise DataError(f"{file.name} is compressed: unpack it first", path=file.path)
+            raise DataError(f"{file.name} is compressed: unpack it first")
         ends = f"ends in {kind!r}" if kind else "has no ending that says what it is"
-        raise DataError(f"{file.name} {ends}: give a {', '.join(READERS)} file of lengths", path=file.path)
+        raise DataError(f"{file.name} {ends}: give a {', '.join(READERS)} file of lengths")
     content = file.read()
     for kind, magic in ((".npy", NUMPY_MAGIC), (".idx", INDEX_MAGIC), (".parquet", PARQUET_MAGIC)):
         if content.startswith(magic):

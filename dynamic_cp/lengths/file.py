@@ -50,11 +50,11 @@ class LengthFile:
 
     def error(self, what: str) -> DataError:
         """Return the error that says `what` of the file."""
-        return DataError(f"{self.name}: {what}", path=self.path)
+        return DataError(f"{self.name}: {what}")
 
     def no_lengths(self, kind: str, why: str) -> DataError:
         """Return the error of a file that is not of its kind."""
-        return DataError(f"{self.name} is not a {kind} file of lengths: {why}", path=self.path)
+        return DataError(f"{self.name} is not a {kind} file of lengths: {why}")
 
     def text(self, kind: str, content: bytes, first_line: int = 1) -> str:
         """Return `content`, which begins in `first_line`, as text; it may begin with a byte-order mark. Raises

@@ -45,7 +45,7 @@ def read_megatron_index(path: str | Path) -> MegatronIndex:
     Raises DataError: the file cannot be read, is no index, is truncated or contradicts itself."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for whoever writes into it
-            raise DataError(f"cannot read {path}: it is not a regular file; give the .idx file itself", path=path)
+            raise DataError(f"cannot read {path}: it is not a regular file; give the .idx file itself")
         with open(path, "rb") as file:
             header = file.read(HEADER.size)
             idx_bytes = os.fstat(file.fileno()).st_size
@@ -53,8 +53,7 @@ def read_megatron_index(path: str | Path) -> MegatronIndex:
         content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     except OSError as error:
         raise DataError(
-            f"cannot read {path}: {error.strerror or error}; check that it exists and that this user may read it",
-            path=path,
+            f"cannot read {path}: {error.strerror or error}; check that it exists and that this user may read it"
         ) from error
     sizes_end = HEADER.size + 4 * num_sequences
     offsets_end = sizes_end + 8 * num_sequences

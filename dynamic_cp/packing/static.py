@@ -34,9 +34,7 @@ def check_static_cp_size(cp_size: int, longest: Sample, topology: Topology, opti
     if not is_power_of_two(cp_size) or cp_size > topology.max_cp_size:
         raise InvalidInputError(
             f"static_cp_size is {cp_size}, a power of two <= {topology.max_cp_size} is needed for "
-            f"{topology.num_lanes} lanes: change --context-parallel-size",
-            static_cp_size=cp_size,
-            num_lanes=topology.num_lanes,
+            f"{topology.num_lanes} lanes: change --context-parallel-size"
         )
     capacity = capacity_tokens(cp_size, topology, options)
     if longest.seqlen > capacity:

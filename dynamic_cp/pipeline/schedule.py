@@ -74,9 +74,7 @@ def stage_operations(stage: int, pp_size: int, num_microbatches: int, vp_size: i
     if vp_size > 1 and num_microbatches % pp_size:
         raise InvalidInputError(
             f"{num_microbatches} micro-batches is not a multiple of pp_size {pp_size}: "
-            "the interleaved schedule needs one, add empty micro-batches",
-            num_microbatches=num_microbatches,
-            pp_size=pp_size,
+            "the interleaved schedule needs one, add empty micro-batches"
         )
     total = num_microbatches * vp_size
     stages_after = pp_size - 1 - stage

@@ -95,7 +95,7 @@ def preference_pairs(
             try:
                 document = reader.read(line)
             except LineError as error:
-                raise DataError(f"{where}{error}", path=file) from error
+                raise DataError(f"{where}{error}") from error
             for key in document.unread:
                 if key not in named:
                     logger.warning("%s has the key %r, which has no effect; this is said once", where, key)

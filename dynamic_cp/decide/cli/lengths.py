@@ -133,7 +133,7 @@ def _tokens(name: str, tokenizer: str, json_key: str, chat_template: str | None)
         )
     lengths: NDArray[np.int64] = found[0].load()(name, tokenizer, json_key=json_key, chat_template=chat_template)
     if not len(lengths):
-        raise DataError(f"{name} holds 0 lengths, at least 1 is needed: all its texts are empty", path=name)
+        raise DataError(f"{name} holds 0 lengths, at least 1 is needed: all its texts are empty")
     return lengths
 
 
