@@ -20,7 +20,7 @@ from dynamic_cp.decide.cli.parameters import (
 )
 from dynamic_cp.decide.cli.tables import Progress, console, progress
 from dynamic_cp.decide.files import STDOUT, check_writable, write_json
-from dynamic_cp.types import NOISE_MARGIN, Sample
+from dynamic_cp.types import NOISE_MARGIN
 
 if TYPE_CHECKING:
     from dynamic_cp.decide.comparison import Comparison
@@ -135,9 +135,6 @@ def compared(
             progress=steps,
         )
     return comparison, batch, job
-
-
-Batches = tuple[tuple[Sample, ...], ...]
 
 
 def searched(
