@@ -537,11 +537,11 @@ def run_step(
     gradient_errors = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            wanted = counterpart(chunk, name, parameter, expected["gradients"])
-            size, known = wanted.abs().max(), reference_name(chunk, name)
-            if known in expected.get("terms", ()):
-                size = max(size, counterpart(chunk, name, parameter, expected["terms"]).max())
-            gradient_errors[known] = ((parameter.main_grad - wanted).abs().max() / size).item()
+            wanted, known = counterpart(chunk, name, parameter, expected["gradients"]), reference_name(chunk, name)
+            terms = (
+                counterpart(chunk, name, parameter, expected["terms"]) if known in expected.get("terms", ()) else None
+            )
+            gradient_errors[known] = relative_error(parameter.main_grad, wanted, terms)
         for name, bias in expert_biases(chunk):
             before, after = expected["expert_biases"][reference_name(chunk, name)]
             gradient_errors[reference_name(chunk, name)] = (
@@ -610,8 +610,19 @@ def compare_losses(
     return seen, worst
 
 
+def relative_error(found: torch.Tensor, wanted: torch.Tensor, terms: torch.Tensor | None) -> float:
+    """Return the largest error over the largest of what is wanted, and of its `terms` if it has some."""
+    size = wanted.abs().max() if terms is None else max(wanted.abs().max(), terms.max())
+    return float((found - wanted).abs().max() / size)
+
+
 def assert_equal_to_reference(comparisons: list[Comparison], layout: Layout, expected: dict) -> None:
     errors = {name: error for c in comparisons for name, error in c.gradient_errors.items() if not error <= TOLERANCE}
+    if errors and "in_float32" in expected and errors.keys() <= expected["terms"].keys():
+        # Sums over tokens that cancel: float32 on one process is as far from float64, more or less by processor.
+        gradients, terms = expected["in_float32"]()[0]["gradients"], expected["terms"]
+        of_one = {name: relative_error(gradients[name], expected["gradients"][name], terms[name]) for name in errors}
+        errors = {name: (error, of_one[name]) for name, error in errors.items() if not error <= 2 * of_one[name]}
     assert not errors, f"gradients differ: {errors}"
     assert max(c.loss_error for c in comparisons) <= TOLERANCE, "losses differ"
     compared = {name for c in comparisons for name in c.gradient_errors}

@@ -400,11 +400,13 @@ def _use_norms_of_1_more(layers: list[Any]) -> type:
 
 
 def reference_step(
-    variant_name: str, samples: tuple[Sample, ...], num_layers: int, windows: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
+    variant_name: str, samples: tuple[Sample, ...], num_layers: int,
+    windows: Mapping[str, Any] = MappingProxyType({}), is_exact: bool = True,
+) -> dict[str, Any]:  # fmt: skip
     """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank.
 
-    "terms" of OF_HEADS say how large a gradient is about if those of samples do not cancel out."""
+    "terms" of OF_HEADS say how large a gradient is about if those of samples do not cancel out. Hybrids are in float64
+    if `is_exact`."""
     variant = VARIANTS[variant_name]
     initialize_model_parallel()
     of_config = dict(windows)
@@ -431,7 +433,7 @@ def reference_step(
         for router in (one for one in model.modules() if isinstance(one, TopKRouter)):
             router.gating = partial(_without_ties, router.gating, router.topk)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
-    if variant in HYBRIDS:
+    if variant in HYBRIDS and is_exact:
         model.double()  # gradients of single heads are sums of terms that cancel: float32 alone is 2e-6 off
     squares = {name: torch.zeros_like(p) for name, p in model.named_parameters() if name.endswith(OF_HEADS)}
     for name, sums in squares.items():

@@ -1,6 +1,7 @@
 """Loss of every token and every gradient equal stock megatron-core: a single process, and its own static CP."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from inspect import signature
 from typing import Any
@@ -38,6 +39,7 @@ from tests.distributed.layouts import (
 from tests.distributed.parity import (
     TOLERANCE,
     Case,
+    Comparison,
     Layout,
     assert_all_equal_to_reference,
     assert_bytes_as_planned,
@@ -83,6 +85,21 @@ def test_layouts_of_the_day_equal_single_process(family: str, reference_of: Any)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_covering_layouts_equal_single_process(family: str, reference_of: Any) -> None:
     assert_layouts_equal_single_process(lines_of(family), reference_of)
+
+
+def test_a_gradient_of_heads_may_be_as_far_off_as_float32_alone() -> None:
+    one, layout = torch.ones(1, dtype=torch.float64), Layout(1)
+    expected = {"gradients": {"A_log": one}, "terms": {"A_log": one}, "expert_biases": {}, "num_tokens": 2000}
+
+    def check(error: float, of_one_process: float) -> None:
+        alone = {"A_log": (one + of_one_process).float()}
+        comparison = Comparison(0.0, {"A_log": error}, Counter(dict.fromkeys(range(2000), 1)), 0)
+        assert_equal_to_reference([comparison], layout, expected | {"in_float32": lambda: [{"gradients": alone}]})
+
+    check(7e-6, 4e-6)
+    for error, of_one_process in ((7e-6, 3e-6), (9e-6, 4e-6), (float("nan"), 4e-6)):
+        with pytest.raises(AssertionError, match="gradients differ"):
+            check(error, of_one_process)
 
 
 def test_every_pair_is_in_a_layout() -> None:

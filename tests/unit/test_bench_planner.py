@@ -64,7 +64,7 @@ def test_quick_run(tmp_path):
     assert row["bound_s"] <= min(row["fast_s"], row["wlb_s"], row["flexsp_s"])
 
     document = (tmp_path / "figures" / "planner.md").read_text()
-    assert "| case | seed |" in document
+    assert "| case | seeds |" in document
     assert document.count("Measured 20") == len(SECTIONS)
 
 
