@@ -38,7 +38,7 @@ from dynamic_cp.types import (
 )
 from dynamic_cp.types import STATE_EXCHANGES as WAYS
 from dynamic_cp.types.branches import Branches
-from dynamic_cp.types.linear_attention import LINEAR_KINDS
+from dynamic_cp.types.linear_attention import LINEAR_KINDS, LinearKind
 from megatron.dynamic_cp.attention.linear.layout import gathered_rows, lane_rows
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.attention.mechanisms.collectives import gathered_order
@@ -211,6 +211,14 @@ def test_layers_may_be_computed_a_second_time(way: StateExchange, repeated: str)
     _, once = whole.on_lanes(2, way)
     assert sent == [(forward, forward + backward) for forward, backward in once]
     assert min(forward for forward, _ in once) > 0
+
+
+@pytest.mark.parametrize("repeated", ["reentrant", "by hooks"])
+@pytest.mark.parametrize("kind", LINEAR_KINDS)
+def test_a_lane_without_heads_computes_its_layer_a_second_time_when_others_do(kind: LinearKind, repeated: str) -> None:
+    whole = Whole(sizes_of(kind, 1, 1, 2, 3, 4), (5, 33))
+    found, _ = whole.on_lanes(3, "heads", repeated=repeated)
+    assert error(found, whole.expected) < 1e-10
 
 
 @pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])

@@ -67,9 +67,10 @@ def _output_of_share(
     """Return the output of whole samples, of the heads of a share."""
     if layer.share.heads:
         return output_of_rows(layer, x_RC, gates_RH, rows, params)
-    # Backward exchanges, too, and each parameter has a gradient on each lane.
+    # Backward exchanges, too, and each parameter has a gradient on each lane. It reads a kept tensor: in checkpoints by
+    # hooks that is when lanes compute the layer a second time, and exchange.
     nothing = torch.stack([parameter.sum() for parameter in layer.parameters]).sum()
-    return x_RC[..., None].expand(-1, -1, layer.sizes.value_size) + nothing
+    return x_RC[..., None].expand(-1, -1, layer.sizes.value_size) * x_RC.new_ones(()) + nothing
 
 
 WAYS: dict[StateExchange, Callable[[LinearLayer, Tensor, list[Tensor], DynamicPackedSeqParams], Tensor]] = {
