@@ -6,7 +6,7 @@ copying   = CPY * tokens / cp                 copies of tokens for routed expert
 attention, exposed                            `mechanisms/`, and linear attention by heads (`linear_prices.py`)
 forward   = overhead + linear + tensor + copying + attention + exposed, or what the host takes if that is more
 backward  = the same at their backward ratios + what recomputation repeats (full: forward, in block the share of its
-            layers; selective: attention and exposed, and of linear, tensor and copying those of the MLP or of experts)
+            layers; selective: attention and exposed, the MLP, experts; norms and activations by memory bandwidth)
 
 Routed experts themselves are on top: here, where a lane has all that its tokens meet, else between lanes
 (`pipeline/longest_path.py`).
@@ -27,7 +27,7 @@ from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.mechanisms.transfers import lanes_in_one_node, links_of
 from dynamic_cp.plans.padding import sample_multiple
 from dynamic_cp.pricing.allowed import may_span_all, token_capacity
-from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
+from dynamic_cp.pricing.edges import edges_s_per_token, memory_s, tensor_s_per_token
 from dynamic_cp.pricing.experts import ExpertPrice, cast_s, copying_s_per_token, expert_prices, launched_layers
 from dynamic_cp.pricing.table import NUM_TERMS, PriceTable, terms_of
 from dynamic_cp.types import (
@@ -100,8 +100,7 @@ class StagePrices:
         self.attention = StageAttention(stage, problem, node_lanes)
         self.mask = self.attention.mask
         self._linear_attention = _linear_attention_of(stage, problem)
-        self._rank_token_multiple = topology.rank_token_multiple
-        self._hardware = hardware
+        self._hardware, self._rank_token_multiple = hardware, topology.rank_token_multiple
         self._linear_back = problem.linear_backward_over_forward
         self._is_full, self._repeated = problem.options.recompute == "full", problem.options.repeated
         self._recomputed_share = problem.recomputed_share([heaviest])
@@ -118,11 +117,16 @@ class StagePrices:
         self._tensor_s_per_token = (layers - 0.5 * routed_only) * tensor_s
         cast = cast_s(stage.sum(lambda layer: _cast_channels(layer, model.hidden_size)), problem)
         self._copying_s_per_token = copying_s_per_token(stage, problem) + cast
+        normed = stage.sum(lambda layer: layer.halves) * model.hidden_size / topology.sequence_shares
+        activated = stage.sum(lambda layer: layer.routed_kept_channels - layer.routed_channels) / topology.tp_size
+        element_s = memory_s(problem.options.element_bytes.activation, hardware)
         weights = {
             "mlp": (stage.sum(lambda layer: layer.mlp_weights), 0.5 * dense * tensor_s),
             "moe": (stage.sum(lambda layer: layer.moe_weights), 0.5 * shared * tensor_s + self._copying_s_per_token),
             "mla_up_proj": (stage.sum(lambda layer: layer.up_weights + model.q_lora_rank * layer.query_size), 0.0),
-        }  # of what is computed again, and seconds per token of its collective and of copying
+            "layernorm": (0.0, 2 * normed * element_s),  # read and written
+            "moe_act": (0.0, model.imbalance(topology.ep_size) * activated * element_s),
+        }  # of what is computed again, and seconds per token of its collective, of copying and of passes through memory
         self._again = [(both[0] / own_weights, both[1]) for name, both in weights.items() if name in self._repeated]
         self.experts = expert_prices(stage, problem, self._recomputed_share)
         self.expert_lanes, self.imbalance = topology.expert_lanes, model.imbalance(topology.ep_size)
@@ -158,8 +162,7 @@ class StagePrices:
             cp_size, link: of the group.
             is_level: with experts that other lanes share, whose block has as many tokens on every lane.
         """
-        own, level, _ = self.rows(of, cp_size, link)
-        return level if is_level else own
+        return self.rows(of, cp_size, link)[is_level]
 
     def rows(self, of: Attention, cp_size: int, link: int) -> tuple[_Terms, _Terms, _Terms]:
         """Return `terms`, the same with `is_level`, and those of the least that a bucket takes, whatever other lanes of
@@ -226,8 +229,7 @@ class StagePrices:
         both = self._with_attention((of_lanes[0], of_lanes[1]), 1)
         held = np.array(tokens, np.float64)
         seconds = [side.linear.constant + side.linear.per_token * held for side in both]
-        least = [side.host_s if with_host else 0.0 for side in both]
-        return np.array([np.maximum(one, host_s) for one, host_s in zip(seconds, least, strict=True)])
+        return np.array([np.maximum(one, side.host_s * with_host) for one, side in zip(seconds, both, strict=True)])
 
     def _with_attention(self, of_attention: tuple[Convex, Convex], cp_size: int) -> tuple[Convex, Convex]:
         """Return (forward, backward) of all layers from those of attention, for tokens that `cp_size` lanes share."""
@@ -235,12 +237,10 @@ class StagePrices:
         attention, attention_back = of_attention
         overhead_s, overhead_back_s = self._overheads_s
         host_s, host_back_s = self._host_s[0] + attention.host_s, self._host_s[1] + attention_back.host_s
-        floor_s = self._linear_s_per_token * hardware.linear_extra_tokens
-        linear = Linear(floor_s, self._linear_s_per_token / cp_size)
+        linear = Linear(self._linear_s_per_token * hardware.linear_extra_tokens, self._linear_s_per_token / cp_size)
         tensor = Linear(0.0, (self._tensor_s_per_token + self._copying_s_per_token) / cp_size)
         forward = Linear(overhead_s).plus(linear).plus(tensor).plus(attention.linear)
-        backward = Linear(overhead_back_s).plus(linear, self._linear_back).plus(tensor)
-        backward = backward.plus(attention_back.linear)
+        backward = Linear(overhead_back_s).plus(linear, self._linear_back).plus(tensor).plus(attention_back.linear)
         kinks = attention_back.kinks
         if self._is_full:
             share = self._recomputed_share

@@ -183,6 +183,17 @@ def test_recomputed_modules_by_hand():
     assert of["mlp", "core_attn"] == pytest.approx(mlp_s + unit_cost().forward_s - 4)
 
 
+def test_norms_and_activation_functions_are_computed_again_by_memory_bandwidth():
+    """A norm reads and writes the hidden state; gated experts read 2 * 9 channels of each copy and write 9."""
+    model = replace(UNIT_MODEL, gated_linear_unit=True, experts=Experts(num_experts=8, topk=2, ffn_hidden_size=9))
+    given = {"model": model, "hardware": replace(UNIT_HARDWARE, memory_bandwidth_bytes_per_s=100)}
+    tokens, element = 16 // 4, PlanOptions(max_tokens_per_rank=1).element_bytes.activation
+    without = unit_cost(**given).backward_s
+    for name, channels in ("layernorm", 2 * 2 * model.hidden_size), ("moe_act", 2 * 3 * 9):
+        again = unit_cost(recompute="selective", recompute_modules=(name,), **given).backward_s
+        assert again - without == pytest.approx(model.num_layers * tokens * channels * element / 100)
+
+
 def test_a_ring_step_may_have_an_overhead_of_its_own():
     plain, slow = unit_cost(), unit_cost(hardware=replace(UNIT_HARDWARE, ring_step_overhead_s_per_layer=10))
     assert slow.forward_s - plain.forward_s == pytest.approx(3 * 10)
