@@ -39,12 +39,12 @@ LIMITS: Mapping[str, Limit] = {
     "dense, recalled": Limit(0.88, 1.07, 1.20),
     "experts": Limit(0.92, 1.08, 1.45),
     "experts, FP8": Limit(0.92, 1.06, 1.12),
-    "packed fine-tuning": Limit(0.58, 1.15, 1.75),
-    "packs in TransformerEngine 2.16": Limit(0.15, 1.10, 22.0),
+    "packed fine-tuning": Limit(0.85, 1.15, 1.20),
+    "packs in TransformerEngine 2.17": Limit(0.20, 1.10, 6.60),
     "long context": Limit(0.95, 1.05, 1.10),
     "long context, other kernels": Limit(0.58, 1.10, 1.80),
     "long context, experts in FP8": Limit(0.90, 1.20, 1.35),
-    "hybrids": Limit(0.90, 1.10, 1.32),
+    "hybrids": Limit(0.91, 1.10, 1.30),
     "weak scaling": Limit(0.88, 1.05, 1.40),
     "A100, flash attention": Limit(0.90, 1.10, 1.60),
     "A100, no flash attention": Limit(0.85, 1.10, 1.65),
@@ -219,7 +219,7 @@ def waits_markdown(results: Sequence[Modelled]) -> str:
     rows = []
     for one in results:
         run = one.run
-        if run.group != "packs in TransformerEngine 2.16":
+        if run.group != "packs in TransformerEngine 2.17":
             continue
         (layers,) = run.model.stages(1)
         attending = layers.attention.num_layers

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks.backtest.recipes import with_rope_by_sample, with_split_experts
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.types import Hardware, ModelShape, Recompute, StateDtypes, Topology
@@ -64,6 +65,7 @@ class Run:
         hardware_name: of a bundled hardware file.
         precision: of the products of layers, "bf16" or "fp8".
         gpus, tp, pp, cp, vp, ep: the layout.
+        expert_tp: TP ranks that split each expert.
         exchange: how lanes of a CP group exchange, as --cp-comm-type.
         recompute, recompute_modules: as in `PlanOptions`.
         micro_batch_size, global_batch_size, seqlen: in sequences, and the tokens of each.
@@ -90,6 +92,7 @@ class Run:
     cp: int = 1
     vp: int = 1
     ep: int = 1
+    expert_tp: int = 1
     exchange: str = "p2p"
     sequence_parallel: bool = True
     recompute: str = "none"
@@ -149,8 +152,13 @@ class Run:
 
     @property
     def hardware(self) -> Hardware:
-        """The shipped prices; the host launches nothing that CUDA graphs replay."""
+        """The shipped prices, with what its recipe costs besides; the host launches nothing that CUDA graphs replay."""
         hardware = load_hardware(self.hardware_name)
+        if self.expert_tp > 1:
+            tokens = self.micro_batch_size * self.seqlen / self.cp / self.tp
+            hardware = with_split_experts(hardware, self.model, tokens, self.ep, self.expert_tp)
+        if "no_rope_fusion" in self.source.flags:
+            hardware = with_rope_by_sample(hardware, self.micro_batch_size)
         graphs = "cuda_graph" in self.source.flags
         names = [name for name in hardware.__dataclass_fields__ if name.startswith("host_")]
         return replace(hardware, **dict.fromkeys(names, 0.0)) if graphs else hardware

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.backtest import __main__ as command
 from benchmarks.backtest import errors, layouts, variable
+from benchmarks.backtest.recipes import ROPE_S
 from benchmarks.backtest.runs import FILE, IN_FULL, Run, read_runs
 from benchmarks.backtest.steps import modelled, plan_of, problem_of, slower
 from dynamic_cp.plans.validate import check_plan
@@ -113,6 +114,28 @@ def test_settings_of_a_run_reach_the_prices() -> None:
     fp8 = run_of("Llama-3.1-70B, FP8")
     assert problem_of(fp8).rates.linear_flops_per_s == pytest.approx(fp8.hardware.fp8_linear_flops_per_s)
     assert modelled(fp8).iteration_s < modelled(run).iteration_s
+
+
+def test_experts_that_tp_ranks_split_travel_farther_and_are_gathered() -> None:
+    """Grok-1, 8 layers, by hand: of 8 expert ranks 2 share a node, not 8; 3 other TP ranks have as much."""
+    split = run_of("Grok-1, 8 layers")
+    copies = 8192 / 2 / 4 * 2 * 6144 * 2
+    in_node, across = 360e9, 40e9
+    more_s = 2 * copies * ((1 / 8 - 7 / 8 + 3) / in_node + 6 / 8 / across)
+    micro_batches, layers = 1024 / 8, 8
+    without_host = dict.fromkeys((name for name in asdict(split.hardware) if name.startswith("host_")), 0.0)
+    found = [modelled(run, replace(run.hardware, **without_host)) for run in (split, replace(split, expert_tp=1))]
+    found_s, whole_s = (one.iteration_s - one.reduction_s for one in found)
+    assert found_s - whole_s == pytest.approx(micro_batches * layers * 2 * more_s, rel=1e-5)
+
+
+def test_packs_that_are_rotated_sample_by_sample_take_the_host() -> None:
+    run = run_of("Moonlight-16B SFT, packs of 8k")
+    fused = replace(run, source=replace(run.source, flags=[x for x in run.source.flags if x != "no_rope_fusion"]))
+    assert run.hardware.host_forward_s_per_layer == fused.hardware.host_forward_s_per_layer + 22 * ROPE_S[0]
+    assert run.hardware.host_backward_s_per_layer == fused.hardware.host_backward_s_per_layer + 22 * ROPE_S[1]
+    assert 0.85 < modelled(run).ratio < 1.15
+    assert modelled(fused).ratio < 0.65
 
 
 @pytest.mark.nightly
