@@ -153,7 +153,7 @@ class PlanArrays:
         return bool(self.first_lane[micro_batch, lane] == lane)
 
     def packs(self) -> list[list[list[int]]]:
-        """Return [lane][micro-batch] -> indices of its samples, for loops whose micro-batches all need one.
+        """Return the indices of the samples of each lane and micro-batch, for loops whose micro-batches all need one.
 
         A place that the plan leaves empty takes the shortest sample of its lane's fullest pack, or of any lane's.
 
