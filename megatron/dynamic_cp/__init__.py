@@ -3,7 +3,7 @@
 It is a sibling of `megatron.core` in the namespace package `megatron`. megatron-core is always built with
 `context_parallel_size=1`; every micro-batch brings its own CP group over the data-parallel lanes.
 
-Rooms in the order of their imports, each with its files in the order to read them:
+Rooms in the order of their imports, each with its files in the order to read them, here or in its own `__init__.py`:
 
 agreement: all ranks agree on a result or raise the same error: no rank raises alone. Files: `messages` (values through
     the job's store and collectives, as data), `phase` (what the run is doing, for errors), `verify` (agreeing on
@@ -46,13 +46,6 @@ attention/linear: linear attention of a pack over the lanes of its CP group: gat
 
 attention/te: TransformerEngine's attention with a CP group per micro-batch. Files: `support` (what each release and its
     kernels can do), `attention` (the module).
-
-groups: the CP groups of a rank: one for each aligned block of lanes that holds it. Files: `first_exchange` (connects a
-    group and checks it), `process_groups` (builds them all, at start-up), `attention_check` (compares
-    TransformerEngine's attention in them with plain products).
-
-plans: how every rank gets the plan of a step. Files: `plan_dump` (plans written down, and replayed), `planner` (rank
-    0's planner process and what it publishes), `plan_source` (where each rank gets its part).
 
 data: from a lane's part of a plan to the micro-batches of a step. Files: `sample_tokens` (what is read of a sample;
     several responses to a prompt as one), `micro_batches` (reads, pads and shards), `prefetch` (in worker processes,

@@ -6,17 +6,7 @@ A leaf: runtime and trainer import nothing of it. Read in this order: `turns` (a
 the trainer's), `post_training` (objectives of responses), `weights` (Hugging Face's to checkpoints and back),
 `lm_adaptor` (Megatron-LM checkouts), `torchrun` (how a launcher ends).
 
-Rooms in the order of their imports, each with its files in the order to read them:
-
-foreign: global batches from iterators that belong to another training loop. Files: `samples` (what they yield),
-    `probing` (lengths without reading), `rerouting` (samples to the lanes that need them), `draw` (draws a global
-    batch), `iterator` (the wrapper).
-
-scheduler: the planner as Megatron-Core's packing scheduler: one class, which Megatron-LM, Bridge, verl and NeMo-RL can
-    call. Files: `groups` (a plan as lists of samples for lanes), `config` (what a framework's configuration says of
-    model and layout), `job` (what a plan depends on besides samples), `planned` (groups that are never slower than the
-    greedy's, and the class), `register` (puts it in the place of the framework's own), `from_environment` (the same by
-    an import). Neither torch nor megatron-core nor a trainer is imported before registering.
+Rooms in the order of their imports, each with its files in the order to read them, here or in its own `__init__.py`:
 
 post_training: on planned micro-batches: what samples bring, what passes give back, and losses of your own. A response
     is what a loss over whole samples counts: a sample, one of several responses to a prompt (`data.sample_tokens`), or

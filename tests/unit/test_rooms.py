@@ -167,6 +167,15 @@ def test_a_room_reads_in_the_order_that_it_names(room: str) -> None:
         assert not later, f"{module} imports what is read after it"
 
 
+def test_folders_of_names_on_the_site_are_packages() -> None:
+    """What reads them for the site looks into no other folder inside of a package."""
+    names = re.findall(r"^::: (megatron(?:\.\w+)+)$", DOCS, re.MULTILINE)
+    assert len(names) >= 10
+    folders = {folder for name in names for folder in path_of(name).parents if (folder.parent / "__init__.py").exists()}
+    assert folders
+    assert not [folder for folder in folders if folder.is_dir() and not (folder / "__init__.py").exists()]
+
+
 def test_what_pages_and_examples_name_is_where_they_say() -> None:
     package = r"(?:dynamic_cp|megatron\.(?:dynamic_cp|trainer|decide|integrations))"
     named = set(re.findall(rf"(?:^::: |`)({package}(?:\.\w+)+)(?:$|`|\()", DOCS, re.MULTILINE))
