@@ -134,9 +134,8 @@ def _timeline_text(timeline: Timeline) -> str:
     for stage in range(topology.pp_size):
         for lane in range(topology.num_lanes):
             spans = [span for span in timeline.spans if span.stage == stage and lane in span.bucket.lanes]
-            lines.append(
-                f"stage {stage} lane {lane}: " + " ".join(f"{span.operation}@{span.end_s * 1e3:.3f}" for span in spans)
-            )
+            ends = " ".join(f"{span.operation}@{span.end_ns / 1e6:.3f}" for span in spans)
+            lines.append(f"stage {stage} lane {lane}: {ends}")
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,6 @@ arrays, which simulation, critical paths, profiles, bounds, the exact search and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
@@ -43,14 +42,6 @@ class Operation(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind}{self.micro_batch}"
-
-    @classmethod
-    def parse(cls, text: str) -> Operation:
-        """Return the operation that prints as `text`; InvalidInputError if none does."""
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
-        if match is None:
-            raise InvalidInputError(f"{text!r} is no operation: write chunk, F or B, micro-batch, like 0F3")
-        return cls("F" if match[2] == "F" else "B", int(match[3]), int(match[1]))
 
 
 @lru_cache(maxsize=4096)

@@ -24,8 +24,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.pipeline.longest_path import Grid
-from dynamic_cp.pipeline.schedule import EMBEDDING, HEAD, Graph, Operation, peak_in_flight_tokens, places_of
-from dynamic_cp.plans.padding import lane_tokens_of
+from dynamic_cp.pipeline.schedule import EMBEDDING, HEAD, Graph, Operation, places_of
 from dynamic_cp.types import Bucket, Plan
 
 
@@ -42,16 +41,6 @@ class Span(NamedTuple):
     def end_on_ns(self, lane: int) -> int:
         """Return when `lane`, one of the bucket's, ended."""
         return self.lane_ends_ns[lane - self.bucket.first_lane]
-
-    @property
-    def start_s(self) -> float:
-        """Seconds from the start of the iteration to the start of the operation."""
-        return self.start_ns / 1e9
-
-    @property
-    def end_s(self) -> float:
-        """Seconds from the start of the iteration to the end of the operation."""
-        return self.end_ns / 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,11 +124,6 @@ class Timeline:
         return tuple((busy_ns / self.plan.topology.pp_size / 1e9).tolist())
 
     @property
-    def bubble_fraction(self) -> float:
-        """Share of all ranks' time in which nothing runs."""
-        return self.split.bubble_fraction
-
-    @property
     def split(self) -> TimeSplit:
         """Where the time of every (stage, lane) went."""
         pp_size, num_lanes = self.plan.topology.pp_size, self.plan.topology.num_lanes
@@ -166,12 +150,6 @@ class Timeline:
             cp_wait_ns=group,
             dp_wait_ns=np.tile(lane_end.max() - lane_end, (pp_size, 1)),
         )
-
-    @property
-    def peak_in_flight_tokens(self) -> Ints:
-        """[stage, lane] -> most padded tokens alive, once per model chunk (`schedule.peak_in_flight_tokens`)."""
-        topology = self.plan.topology
-        return peak_in_flight_tokens(lane_tokens_of(self.plan), topology.pp_size, topology.vp_size)
 
     @property
     def spans(self) -> tuple[Span, ...]:

@@ -156,11 +156,6 @@ class PlannerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """Process id, None when it was not started or was closed."""
-        return self._process.pid if self._process is not None else None
-
     def start(self, problem: Problem) -> None:
         """Start the process; returns at once, its imports take a second."""
         ours, theirs = socket.socketpair()

@@ -48,10 +48,6 @@ class FutureColumns:
     loss_mask: Tensor
     found: list[Tensor] = field(default_factory=list)
 
-    @property
-    def num_depths(self) -> int:
-        return len(self.loss_mask)
-
     def inputs(self, depth: int) -> tuple[Tensor, Tensor]:
         """Return (tokens, position ids), each [1, T], of the module of `depth`, which counts from 1."""
         tokens, _, position_ids = self.columns[depth - 1]

@@ -236,7 +236,6 @@ def test_a_sample_with_a_mask_has_no_later_tokens() -> None:
 
 def test_columns_are_those_of_their_depth() -> None:
     columns = FutureColumns(columns=torch.arange(24).reshape(2, 3, 4), loss_mask=torch.arange(8.0).reshape(2, 4))
-    assert columns.num_depths == 2
     assert [one.tolist() for one in columns.inputs(2)] == [[[12, 13, 14, 15]], [[20, 21, 22, 23]]]
     assert [one.tolist() for one in columns.targets(1)] == [[[4, 5, 6, 7]], [[0.0, 1.0, 2.0, 3.0]]]
 

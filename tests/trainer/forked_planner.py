@@ -31,7 +31,6 @@ class ForkedPlanner:
         assert words[1:3] == ["-c", planner_process._RUN], words
         self._process = multiprocessing.get_context("fork").Process(target=_plan, args=(words[3:],))
         self._process.start()
-        self.pid = self._process.pid
 
     def poll(self) -> int | None:
         """Return how it ended, None while it lives."""

@@ -236,32 +236,22 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for all ranks' files and name the checkpoint; CheckpointError on all ranks if one failed. Collective."""
-        if self._unnamed is None:
+        unnamed, self._unnamed = self._unnamed, None
+        if unnamed is None:
             return
         waits_since_s = time.perf_counter()
-        iteration = self._unnamed.iteration
-        try:
-            with self._reporting(iteration), span("naming the checkpoint"):
-                # All ranks poll until the last one is done, so that no collective stays open while a disk is slow.
-                pause_s = _FIRST_LOOK_UP_S
-                while not self._writer.finalized():
-                    time.sleep(pause_s)
-                    pause_s = min(1.5 * pause_s, _LOOK_UP_S)
-        except BaseException:
-            self._unnamed = None
-            raise
-        self._name(time.perf_counter() - waits_since_s)
-
-    def _name(self, waited_s: float = 0.0) -> None:
-        assert self._unnamed is not None
-        unnamed, self._unnamed = self._unnamed, None
-        named_since_s = time.perf_counter()
+        with self._reporting(unnamed.iteration), span("naming the checkpoint"):
+            # All ranks poll until the last one is done, so that no collective stays open while a disk is slow.
+            pause_s = _FIRST_LOOK_UP_S
+            while not self._writer.finalized():
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, _LOOK_UP_S)
         files = _of_all_ranks(self._writer.files)
         folder = run_on_rank_zero(
             lambda: str(checkpoint_files.commit(unnamed.folder, unnamed.iteration, unnamed.run, files))
         )
         now_s = time.perf_counter()
-        held_up_s = unnamed.blocked_s + waited_s + now_s - named_since_s
+        held_up_s = unnamed.blocked_s + now_s - waits_since_s
         logger.info("saved %s in %.1f s, training waited %.1f s", folder, now_s - unnamed.started_s, held_up_s)
 
     def _request(self, partial: Path, position: Position) -> AsyncRequest:

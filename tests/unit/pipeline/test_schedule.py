@@ -1,6 +1,5 @@
 """Operation lists equal megatron-core's; the graph of a pipeline has each once, in an order that can run."""
 
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,13 +35,9 @@ def test_fewer_micro_batches_than_stages():
     assert text(0, 4, 2) == "0F0 0F1 0B0 0B1"
 
 
-def test_operations_parse_back():
+def test_every_operation_has_a_text_of_its_own():
     operations = stage_operations(1, 4, 8, 3)
-    assert tuple(Operation.parse(str(operation)) for operation in operations) == operations
-    assert len(set(operations)) == 2 * 8 * 3
-    for wrong in ("F0", "0F", "0W1", "0F1 ", "", "0F1."):
-        with pytest.raises(InvalidInputError, match=re.escape(repr(wrong))):
-            Operation.parse(wrong)
+    assert len(set(map(str, operations))) == len(operations) == 2 * 8 * 3
 
 
 def test_interleaving_needs_a_multiple():

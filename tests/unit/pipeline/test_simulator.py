@@ -129,9 +129,10 @@ def test_uniform_micro_batches_have_the_closed_form(pp, vp, m):
     timeline = simulate(plan, GivenCosts(dict.fromkeys(range(2 * m), cost)))
     assert timeline.makespan_s == pytest.approx((m * vp + pp - 1) / vp * 18e-3, rel=1e-9)
     assert timeline.lane_busy_s == pytest.approx([m * 18e-3] * 3)
-    assert timeline.bubble_fraction == pytest.approx((pp - 1) / (m * vp + pp - 1))
-    assert timeline.split.pipeline_bubble_fraction == timeline.bubble_fraction
-    assert timeline.split.busy_fraction == pytest.approx(1 - timeline.bubble_fraction)
+    split = timeline.split
+    assert split.bubble_fraction == pytest.approx((pp - 1) / (m * vp + pp - 1))
+    assert split.pipeline_bubble_fraction == split.bubble_fraction
+    assert split.busy_fraction == pytest.approx(1 - split.bubble_fraction)
 
 
 @pytest.mark.parametrize(("pp", "m"), [(1, 4), (2, 1), (2, 5), (4, 2), (4, 9)])

@@ -195,8 +195,8 @@ def test_gantt_bars_are_where_the_timeline_has_them():
     spans = timeline.spans
     assert len(spans) > 20
     for span in spans:
-        assert round(span.start_s * factor, 6) in edges
-        assert round(span.end_s * factor, 6) in edges
+        assert round(span.start_ns / 1e9 * factor, 6) in edges
+        assert round(span.end_ns / 1e9 * factor, 6) in edges
 
 
 def test_gantt_colours_groups_by_their_size_and_padding_grey():

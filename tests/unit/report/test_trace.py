@@ -17,7 +17,8 @@ from dynamic_cp.decide.report.run import MeasuredSpan, read_spans
 from dynamic_cp.decide.report.theme import LIGHT
 from dynamic_cp.decide.report.trace import measured_trace_events, tick_events, trace_events, write_trace
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.plans.padding import lane_tokens
+from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
+from dynamic_cp.plans.padding import lane_tokens, lane_tokens_of
 from dynamic_cp.pool.search import PlannedTasks, plan_tasks
 from tests.unit.pool.test_task_plans import batch_of, cost_model_of
 from tests.unit.report.support import comparison, timelines
@@ -99,7 +100,9 @@ def test_arrows_follow_pipeline_and_groups(case):
 def test_counters_reach_the_peak_of_tokens_in_flight_and_end_at_zero(case):
     for _, timeline in timelines(case):
         events = [event for event in trace_events(timeline) if event["ph"] == "C"]
-        for stage, peak in enumerate(timeline.peak_in_flight_tokens.max(axis=1)):
+        plan = timeline.plan
+        peaks = peak_in_flight_tokens(lane_tokens_of(plan), plan.topology.pp_size, plan.topology.vp_size)
+        for stage, peak in enumerate(peaks.max(axis=1)):
             values = [event["args"]["tokens"] for event in events if event["pid"] == stage]
             assert max(values) == peak > 0
             assert values[-1] == 0

@@ -52,7 +52,7 @@ def test_makespan_of_frozen_plan(path):
     end_of_lane = dict.fromkeys(range(case["lanes"]), 0.0)
     for span in timeline.spans:
         if span.stage == 0:
-            end_of_lane |= {lane: max(end_of_lane[lane], span.end_s) for lane in span.bucket.lanes}
+            end_of_lane |= {lane: max(end_of_lane[lane], span.end_ns / 1e9) for lane in span.bucket.lanes}
     assert list(end_of_lane.values()) == pytest.approx(case["lane_end_stage0_s"], rel=1e-6)
 
 
