@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.blocks.metric import traffic_of
 from dynamic_cp.arrays import Ints
+from dynamic_cp.decide.mask_rules import parse_mask_rule
 from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.placement.placed import Placed, placed_of
@@ -36,7 +37,7 @@ from dynamic_cp.placement.runs import table_of
 from dynamic_cp.placement.tile_search import improve_tiles, state_of
 from dynamic_cp.placement.token_graph import Caps, TokenGraph, blocks_of
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.types import PlanOptions, Problem, Sample, Topology, parse_mask_rule
+from dynamic_cp.types import PlanOptions, Problem, Sample, Topology
 
 DATA = ("sft_longalign", "github_bal", "prolong")
 MASKS = ("causal", "lambda:64,4096", "causal_blockwise:256,2", "shared_question:4x0.2")

@@ -27,6 +27,7 @@ MOVED = {
     "dynamic_cp.lengths.workloads": "dynamic_cp.decide.workloads",
     "dynamic_cp.search.plan_arrays": "dynamic_cp.decide.plan_arrays",
     "dynamic_cp.search.plan_in_memory": "dynamic_cp.decide.plan_in_memory",
+    "dynamic_cp.types.mask_rules": "dynamic_cp.decide.mask_rules",
     "megatron.dynamic_cp.calibration": "megatron.decide.calibration",
     "megatron.dynamic_cp.data.turns": "megatron.integrations.turns",
     "megatron.dynamic_cp.doctor": "megatron.decide.doctor",

@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from dynamic_cp.decide.mask_rules import parse_mask_rule
 from dynamic_cp.placement.legal import tiles_between
 from dynamic_cp.placement.problem import Lanes
-from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Placement, Sample, Tree, parse_mask_rule
+from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Placement, Sample, Tree
 
 
 def random_mask(random: np.random.Generator, seqlen: int) -> Mask | None:

@@ -10,21 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.planner.report import Row, table
+from dynamic_cp.decide.mask_rules import parse_mask_rule
 from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.types import (
-    BY_PLACEMENT,
-    CP_COMM_TYPES,
-    PlanOptions,
-    Problem,
-    Sample,
-    SharedQuestion,
-    Topology,
-    parse_mask_rule,
-)
+from dynamic_cp.types import BY_PLACEMENT, CP_COMM_TYPES, PlanOptions, Problem, Sample, SharedQuestion, Topology
 
 K = 1024
 NUM_LANES = 32

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.planner.report import Row, table
+from dynamic_cp.decide.mask_rules import parse_mask_rule
 from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import CP_COMM_TYPES, PlannedBatch, PlanOptions, Sample, Topology
-from dynamic_cp.types.mask_rules import parse_mask_rule
 
 LIMIT = 16384
 MOST_SHARE = 0.5

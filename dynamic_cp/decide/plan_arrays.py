@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynamic_cp.decide.longer_alone import plan_longer_alone
+from dynamic_cp.decide.mask_rules import masks_by_rule
 from dynamic_cp.decide.plan_in_memory import plan_in_memory
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.models import hugging_face
@@ -47,7 +48,6 @@ from dynamic_cp.types import (
     Topology,
     allowed_exchanges,
     is_placed,
-    masks_by_rule,
     parse_mask,
 )
 
@@ -226,7 +226,7 @@ def plan_lengths(
             (`model.config.to_dict()`), or a ModelShape.
         hardware: a bundled name, the path of a hardware file, or a Hardware.
         masks: one for each sample, as `types.Mask` or its text, None: causal; or the rule of all, as text:
-            "lambda:64,4096", "shared_question:4x0.2", "tree:2x4x0.2" (`types.parse_mask_rule`).
+            "lambda:64,4096", "shared_question:4x0.2", "tree:2x4x0.2" (`decide.mask_rules.parse_mask_rule`).
         tp_size, pp_size, vp_size, ranks_per_node, sequence_parallel, ep_size: as in `types.Topology`.
         min_cp_size, max_cp_size: smallest and largest CP size, powers of two; 1 and 1: no context parallelism, None:
             the largest power of two <= num_lanes.

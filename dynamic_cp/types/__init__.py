@@ -4,7 +4,7 @@
 
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Read in this order: `counts` (checks that all share), `topology`, `attention`, `masks`,
-`branches`, `mask_rules`, `placement`, `linear_attention`, `plan`, then what a batch is planned for: `layers`,
+`branches`, `placement`, `linear_attention`, `plan`, then what a batch is planned for: `layers`,
 `experts`, `linear_layers`, `model`, `hardware`, `data_parallel`, `problem`.
 """
 
@@ -28,14 +28,13 @@ from dynamic_cp.types.attention import (
     is_placed,
     needs_latents,
 )
-from dynamic_cp.types.branches import Branches, SharedQuestion, Tree
+from dynamic_cp.types.branches import Branches, SharedQuestion, Tree, parse_mask
 from dynamic_cp.types.counts import MAX_COUNT, counted, is_power_of_two, largest_power_of_two
 from dynamic_cp.types.data_parallel import DTYPES_OF, FP32_STATE, SHARDED, Adapters, DataParallel, StateDtypes
 from dynamic_cp.types.experts import EXPERT_IMBALANCE, Experts, layers_with_experts
 from dynamic_cp.types.hardware import Hardware
 from dynamic_cp.types.layers import Layer, PipelineLayers, Stage
 from dynamic_cp.types.linear_attention import STATE_EXCHANGES, LinearAttention, StateExchange
-from dynamic_cp.types.mask_rules import MaskRule, masks_by_rule, parse_mask, parse_mask_rule
 from dynamic_cp.types.masks import CAUSAL, FULL, Causal, CausalBlockwise, Full, KeyRanges, Lambda, Mask, Rectangle
 from dynamic_cp.types.model import ModelShape
 from dynamic_cp.types.placement import Placement, parse_placement
@@ -74,11 +73,10 @@ __all__ = [
     "RECOMPUTE_MODES", "RECOMPUTE_MODULES", "RING_ALONE", "SEARCH_EFFORTS", "SHARDED", "STATE_EXCHANGES",
     "STATE_EXCHANGE_USES", "STATIC_POLICIES", "TRAITS", "UNPLACED", "Adapters", "Attention", "Branches", "Bucket",
     "Causal", "CausalBlockwise", "CpCommType", "DataParallel", "Experts", "Full", "Hardware", "KeyRanges", "Lambda",
-    "Layer", "LinearAttention", "Mask", "MaskRule", "MicroBatch", "ModelShape", "PipelineLayers", "Placement", "Plan",
+    "Layer", "LinearAttention", "Mask", "MicroBatch", "ModelShape", "PipelineLayers", "Placement", "Plan",
     "PlanExtension", "PlanOptions", "PlannedBatch", "PoolUse", "Problem", "Recompute", "RecomputeMethod",
     "RecomputeModule", "RecomputedLayers", "Rectangle", "Sample", "SearchEffort", "SharedQuestion", "Stage",
     "StateDtypes", "StateExchange", "StateExchangeUse", "Topology", "Traits", "Tree", "allowed_exchanges",
     "check_latents", "chunk_tokens", "counted", "exchanges_of", "is_placed", "is_power_of_two",
-    "largest_power_of_two", "layers_with_experts", "masks_by_rule", "needs_latents", "parse_mask", "parse_mask_rule",
-    "parse_placement", "with_exchanges",
+    "largest_power_of_two", "layers_with_experts", "needs_latents", "parse_mask", "parse_placement", "with_exchanges",
 ]  # fmt: skip

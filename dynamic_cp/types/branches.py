@@ -1,4 +1,5 @@
-"""Masks of samples whose branches share prefixes: one prompt with several answers, or trees of turns.
+"""Masks of samples whose branches share prefixes: one prompt with several answers, or trees of turns; and the texts of
+all masks (`parse_mask`).
 
 Segments lie depth first. Each continues an earlier segment, its parent; several may continue the same one. A token sees
 the segments from the root to its own, and its own up to itself. A branch is a path from the root to a leaf: a sample is
@@ -8,14 +9,25 @@ worth as many samples as it has branches. Source of shared_question's shapes: DC
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import require_at_least
-from dynamic_cp.types.masks import Causal, Mask, Rectangle, triangle, up_to_itself
+from dynamic_cp.types.masks import (
+    Causal,
+    CausalBlockwise,
+    Full,
+    KeyRanges,
+    Lambda,
+    Mask,
+    Rectangle,
+    triangle,
+    up_to_itself,
+)
 
 if TYPE_CHECKING:
     from dynamic_cp.types.masks import Positions, Ranges
@@ -232,3 +244,39 @@ def _text_of(lengths: Sequence[int], depths: Sequence[int]) -> str:
     for length, (before, depth) in zip(lengths[1:], pairwise(depths), strict=True):
         parts.append(f"({length}" if depth > before else f"{')' * (before - depth)},{length}")
     return "".join(parts) + ")" * depths[-1]
+
+
+_KINDS: dict[str, Callable[..., Mask]] = {one.name: one for one in (Causal, Full, Lambda, CausalBlockwise)}
+_NUM_NUMBERS = {"causal": (0,), "full": (0,), "lambda": (2,), "causal_blockwise": (2, 3)}
+_EXAMPLES = "causal, full, lambda:64,4096, causal_blockwise:256,2, shared_question:100,30,50 or tree:100(30(20,40),50)"
+
+
+def parse_mask(text: str) -> Mask:
+    """Return the mask whose `str` is `text`.
+
+    Raises:
+        InvalidInputError: it is none; says what is needed.
+    """
+    name, _, rest = text.partition(":")
+    if name == KeyRanges.name:
+        return KeyRanges.parse(rest)
+    if name == Tree.name and (tree := Tree.parse(rest)) is not None:
+        return tree
+    words = rest.split(",") if rest else []
+    if all(word.isdecimal() for word in words):
+        numbers = tuple(map(int, words))
+        with naming(text):
+            if name in _NUM_NUMBERS and len(numbers) in _NUM_NUMBERS[name]:
+                return _KINDS[name](*numbers)
+            if name == SharedQuestion.name and len(numbers) > 1:
+                return SharedQuestion(numbers[0], numbers[1:])
+    raise InvalidInputError(f"mask {text[:40]!r} is unknown: use {_EXAMPLES}")
+
+
+@contextmanager
+def naming(text: str) -> Iterator[None]:
+    """Make errors of the body name `text`, the mask that it is about."""
+    try:
+        yield
+    except InvalidInputError as error:
+        raise InvalidInputError(f"mask {text[:40]!r}: {error}") from error

@@ -11,7 +11,7 @@ Layers have one (CAUSAL, or FULL), and a sample may bring its own, as text:
     ranges:<base64>               any two ranges of keys per token (`KeyRanges`)
 
 A token always sees itself, and few ranges of keys; a layer's window hides some of them, by position (`Windowed`). Work
-is counted in pairs of a token and a key that it sees. `branches` has shared_question and tree, `mask_rules` reads
+is counted in pairs of a token and a key that it sees. `branches` has shared_question and tree, and reads
 texts. Sources: lambda from Han et al. 2024 (arXiv 2308.16137), causal_blockwise from DCP (arXiv 2510.10620, section 7).
 """
 

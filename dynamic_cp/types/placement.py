@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.branches import parse_mask
 from dynamic_cp.types.counts import counted
-from dynamic_cp.types.mask_rules import parse_mask
 from dynamic_cp.types.masks import Mask
 
 if TYPE_CHECKING:  # numpy takes longer to import than `dynamic-cp --help` may

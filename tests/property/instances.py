@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.peers import wlb
 from dynamic_cp.decide.bounds import lower_bound
+from dynamic_cp.decide.mask_rules import parse_mask_rule
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
@@ -40,7 +41,6 @@ from dynamic_cp.types import (
     Topology,
     is_placed,
     parse_mask,
-    parse_mask_rule,
 )
 from tests.unit.packing.packings import DEEP_MODEL
 from tests.unit.support import CURVED_HARDWARE, FREE_HARDWARE, HOST_HARDWARE, TINY_HARDWARE

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from dynamic_cp.decide.cli.options import Names, Numbers, TokensOrAuto, option, options_in, options_of, taken
+from dynamic_cp.decide.mask_rules import masks_by_rule
 from dynamic_cp.decide.setting import TP_OVERLAPS, TpOverlap
 from dynamic_cp.decide.stage_splits import in_stages, why_no_split
 from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
@@ -49,7 +50,6 @@ from dynamic_cp.types import (
     chunk_tokens,
     is_placed,
     is_power_of_two,
-    masks_by_rule,
 )
 from dynamic_cp.types.experts import DISPATCHERS, Dispatcher
 from dynamic_cp.types.experts import EXPERT_IMBALANCE as DEFAULT_IMBALANCE

@@ -18,13 +18,14 @@ from dynamic_cp.decide.comparison import PART_LABELS, compare_policies, speedup_
 from dynamic_cp.decide.comparison.parts import prices_by_part
 from dynamic_cp.decide.comparison.values import Speedup
 from dynamic_cp.decide.comparison.verdict import MIN_GAIN, judged
+from dynamic_cp.decide.mask_rules import parse_mask_rule
 from dynamic_cp.decide.sent import sent_by_plan
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.search.search import POLICIES, plan_problem
-from dynamic_cp.types import Experts, PlanOptions, Problem, Topology, parse_mask_rule, with_exchanges
+from dynamic_cp.types import Experts, PlanOptions, Problem, Topology, with_exchanges
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, problem_of, samples_of
 
 TOPOLOGIES = [

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.decide.bounds.lower import lower_bound
+from dynamic_cp.decide.mask_rules import parse_mask_rule
 from dynamic_cp.errors import (
     IllegalPlanError,
     InfeasibleSampleError,
@@ -39,7 +40,6 @@ from dynamic_cp.types import (
     Problem,
     Sample,
     Topology,
-    parse_mask_rule,
 )
 from tests.placements import random_placement, random_samples
 from tests.unit.placement.instances import placement_of

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from dynamic_cp.decide.mask_rules import masks_by_rule, parse_mask_rule
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import Sample, masks_by_rule, parse_mask_rule
-from dynamic_cp.types.branches import Branches, SharedQuestion
-from dynamic_cp.types.mask_rules import parse_mask
+from dynamic_cp.types import Sample
+from dynamic_cp.types.branches import Branches, SharedQuestion, parse_mask
 from dynamic_cp.types.masks import CAUSAL, FULL, CausalBlockwise, KeyRanges, Lambda, Mask, Windowed
 from tests.placements import random_tree
 

@@ -1,56 +1,20 @@
-"""Texts of masks, and of rules that give a sample its mask by its length alone."""
+"""Rules that give a sample its mask by its length alone, as texts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types.branches import SharedQuestion, Tree
-from dynamic_cp.types.counts import counted, require_at_least
-from dynamic_cp.types.masks import CAUSAL, Causal, CausalBlockwise, Full, KeyRanges, Lambda, Mask
+from dynamic_cp.types import CAUSAL, Mask, SharedQuestion, Tree, counted, parse_mask
+from dynamic_cp.types.branches import naming
+from dynamic_cp.types.counts import require_at_least
 
 logger = logging.getLogger(__name__)
 
-Made = TypeVar("Made")
 MaskRule = Callable[[int], Mask | None]
 """Tokens of a sample -> its mask; None: that of the model's layers."""
-
-
-_KINDS: dict[str, Callable[..., Mask]] = {one.name: one for one in (Causal, Full, Lambda, CausalBlockwise)}
-_NUM_NUMBERS = {"causal": (0,), "full": (0,), "lambda": (2,), "causal_blockwise": (2, 3)}
-_EXAMPLES = "causal, full, lambda:64,4096, causal_blockwise:256,2, shared_question:100,30,50 or tree:100(30(20,40),50)"
-
-
-def parse_mask(text: str) -> Mask:
-    """Return the mask whose `str` is `text`.
-
-    Raises:
-        InvalidInputError: it is none; says what is needed.
-    """
-    name, _, rest = text.partition(":")
-    if name == KeyRanges.name:
-        return KeyRanges.parse(rest)
-    if name == Tree.name and (tree := Tree.parse(rest)) is not None:
-        return tree
-    words = rest.split(",") if rest else []
-    if all(word.isdecimal() for word in words):
-        numbers = tuple(map(int, words))
-        if name in _NUM_NUMBERS and len(numbers) in _NUM_NUMBERS[name]:
-            return _made(text, lambda: _KINDS[name](*numbers))
-        if name == SharedQuestion.name and len(numbers) > 1:
-            return _made(text, lambda: SharedQuestion(numbers[0], numbers[1:]))
-    raise InvalidInputError(f"mask {text[:40]!r} is unknown: use {_EXAMPLES}")
-
-
-def _made(text: str, make: Callable[[], Made]) -> Made:
-    """Return what `make` returns; errors name `text`."""
-    try:
-        return make()
-    except InvalidInputError as error:
-        raise InvalidInputError(f"mask {text[:40]!r}: {error}") from error
 
 
 def parse_mask_rule(text: str) -> MaskRule:
@@ -69,7 +33,8 @@ def parse_mask_rule(text: str) -> MaskRule:
     *counts, share = rest.split("x")
     if counts and name in _SHARES:
         try:
-            return _made(text, lambda: _SharesOf(name, tuple(map(int, counts)), float(share)))
+            with naming(text):
+                return _SharesOf(name, tuple(map(int, counts)), float(share))
         except ValueError as error:
             if isinstance(error, InvalidInputError):
                 raise
