@@ -136,7 +136,7 @@ def replaying(run: Any, plans: list[Any], stream: Any) -> Any:
     class InMemory:
         """A plan source and a packer."""
 
-        lookahead, wait_s = 0, 0.0
+        lookahead = 0
 
         def __init__(self, values: list[Any]) -> None:
             self._values = iter(values)

@@ -30,7 +30,6 @@ class LengthFile:
     content: bytes | None
 
     def read(self) -> bytes:
-        """Return all of it."""
         return self.path.read_bytes() if self.content is None else self.content
 
     def head(self, num_bytes: int) -> tuple[bytes, int]:
@@ -83,7 +82,6 @@ def is_plain(text: str) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Return whether `text` is one number."""
     try:
         float(text)
     except ValueError:

@@ -102,14 +102,10 @@ def work_of_tiles(placement: Placement, samples: Sequence[Sample], mask: Causal 
     """Return the work of all tiles of a placement; `mask` is that of samples that bring none."""
     tiles = np.ascontiguousarray(placement.tiles, np.int64)
     wanted = tiles_between(placement, samples, mask)
-    homes_causal = _is_causal(samples, mask)[placement.homes[:, SAMPLE]]
+    is_causal = np.array([sample.mask_in(mask) == CAUSAL for sample in samples])
+    homes_causal = is_causal[placement.homes[:, SAMPLE]]
     work, is_square = _work(tiles, wanted, homes_causal)
     return TileWork(work / mask.pairs_per_token2, is_square)
-
-
-def _is_causal(samples: Sequence[Sample], mask: Causal | Full | Lambda) -> Bools:
-    """Return [sample] -> whether it is computed like a causal one."""
-    return np.array([sample.mask_in(mask) == CAUSAL for sample in samples])
 
 
 @compiled

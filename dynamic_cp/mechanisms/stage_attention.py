@@ -57,7 +57,6 @@ class Side(NamedTuple):
         return self.first.on_parts(outer, 1 / inner), self.later.on_parts(outer, 1 / inner)
 
     def of_heads(self, share: float) -> Side:
-        """Return it for a share of the heads."""
         first, later = (one._replace(per_token2=share * one.per_token2) for one in (self.first, self.later))
         return self._replace(first=first, later=later)
 

@@ -351,7 +351,6 @@ class Meaning(NamedTuple):
     kept: str = ""
 
     def is_met(self, flags: Mapping[str, Any]) -> bool:
-        """Return whether flags have what it needs."""
         name, _, values = self.needs.partition("=")
         found = flags.get(name)
         return not name or (found in values.split("|") if values else found not in (None, False, 0))

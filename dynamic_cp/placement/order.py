@@ -44,7 +44,6 @@ def first_not_below(values: Ints, low: int, high: int, least: int) -> int:
 
 @compiled
 def total_of(values: Ints) -> int:
-    """Return the sum of `values`."""
     total = 0
     for value in values:
         total += value

@@ -102,7 +102,6 @@ class LanePlan:
 
 
 def lane_plan(plan: Plan, lane: int, facts: PlanFacts) -> LanePlan:
-    """Return the part of `lane`."""
     buckets = tuple(micro_batch.bucket_of_lane(lane) for micro_batch in plan.micro_batches)
     parts = {index: _parts(bucket, plan.topology) for index, bucket in enumerate(buckets)}
     own = {index: of_lanes[lane - buckets[index].first_lane] for index, of_lanes in parts.items() if of_lanes}

@@ -191,7 +191,6 @@ def _overlaid(homes: Ints, tasks: Ints) -> Ints:
 
 
 def pool_of(plan: Plan) -> PoolTasks:
-    """Return the pool of a plan that has one."""
     assert isinstance(plan.extension, PoolTasks), "the plan has no pool"
     return plan.extension
 

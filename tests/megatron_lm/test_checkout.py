@@ -227,7 +227,7 @@ def test_every_function_has_its_row_and_says_why() -> None:
     defined = {one for one in vars(hooks).values() if inspect.isfunction(one) and one.__module__ == hooks.__name__}
     assert {one for one in defined if not one.__name__.startswith("_")} == {one.ours for one in REPLACEMENTS}
     assert all(one.ours.__doc__ for one in REPLACEMENTS)
-    rows = {(one.where, one.releases) for one in REPLACEMENTS}
+    rows = {(one.where, one.since, one.until) for one in REPLACEMENTS}
     assert len(rows) == len(REPLACEMENTS) == 40
 
 

@@ -38,7 +38,6 @@ _MARKS = {"yes": "green", "no": "yellow", "unclear": "yellow"}
 
 
 def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
-    """Print all of `comparison`."""
     _show_inputs(comparison, batch, out)
     out.print()
     out.print(_figures(comparison, out))
@@ -234,7 +233,6 @@ def show_sweep(
     line: LaunchLine,
     out: Console,
 ) -> None:
-    """Print all of it."""
     cross = "×" if can_draw(out) else "x"
     num_gpus = comparison.topology.world_size
     out.print(heading(f"{comparison.model_name} on {num_gpus} {cross} {comparison.hardware_name}"))

@@ -143,7 +143,6 @@ def bar(share: float, width: int, out: Console) -> str:
 
 
 def heading(text: str) -> Text:
-    """Return a heading."""
     from rich.text import Text
 
     return Text(text, style="bold")

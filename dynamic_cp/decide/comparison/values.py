@@ -202,7 +202,6 @@ class PolicyOutcome:
 
     @property
     def max_tokens_per_rank(self) -> int:
-        """Its token limit."""
         return self.setting.max_tokens_per_rank
 
     def mean(self, name: str) -> float | None:

@@ -99,7 +99,6 @@ class Journal:
         self._write({"of": _name(function, setting), **what})
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, entry: dict[str, Any]) -> None:

@@ -339,7 +339,6 @@ class Need(NamedTuple):
     is_refused: bool = True
 
     def is_met(self, flags: Any) -> bool:
-        """Return whether flags have what is needed."""
         if self.is_there is not None:
             return self.is_there(flags)
         return bool(getattr(flags, destination_of(self.needs.partition(",")[0])))

@@ -53,9 +53,6 @@ class PlanSource:
         lookahead: global batches that are asked for ahead of the one that is taken.
         timeout_s: how long rank 0 waits for a plan before it takes the static one.
         hardware_of: step -> hardware of the cost model for it, asked on rank 0 with the request; None: the planner's.
-
-    Attributes:
-        wait_s: seconds that the latest `take` waited.
     """
 
     def __init__(
@@ -71,7 +68,6 @@ class PlanSource:
     ) -> None:
         self.topology = topology
         self.lookahead = lookahead
-        self.wait_s = 0.0
         self._planner = planner
         self._prefix = f"dynamic_cp/plan/{name}"
         self._lane = lane
@@ -104,9 +100,7 @@ class PlanSource:
         """Return the plan of `step`, which was requested. Every rank takes every step, in the same order, with a
         collective of all ranks between two of them (a plan is removed when the next one is taken). Raises
         DynamicCPError: there is no plan, the same error on every rank; or this rank could not get it."""
-        started_s = time.monotonic()
-        outcome = self._wait_for(step, started_s)
-        self.wait_s = time.monotonic() - started_s
+        outcome = self._wait_for(step, time.monotonic())
         if self._planner is not None and self._taken is not None:
             self._planner.discard(self._key(self._taken))
         self._taken = step
@@ -219,7 +213,6 @@ class FixedPlan:
     """
 
     lookahead = 0
-    wait_s = 0.0
 
     def __init__(self, planned: PlannedBatch, lane: int) -> None:
         self.topology = planned.plan.topology

@@ -49,14 +49,6 @@ class Replacement:
         )
 
     @property
-    def releases(self) -> str:
-        """Which checkouts have it, as text."""
-        bounds = [
-            f"{word} {one.since}" for word, one in (("from", self.since), ("before", self.until)) if one is not None
-        ]
-        return ", ".join(bounds) or "all"
-
-    @property
     def where(self) -> str:
         """The symbol's full name."""
         return f"{self.module}.{self.symbol}" if self.module != SCRIPT else f"{self.symbol} of the script"

@@ -95,7 +95,6 @@ class Lanes:
 
     @property
     def num_lanes(self) -> int:
-        """Lanes of the job."""
         return self.groups.num_lanes
 
     def plan(self, samples: Sequence[Sample]) -> LanePlan:

@@ -64,7 +64,6 @@ class CallerOrder:
 
     @property
     def num_responses(self) -> int:
-        """Responses of all samples."""
         return int(self.first_responses[-1])
 
     def digest(self) -> str:
@@ -212,7 +211,6 @@ class Columns:
 
     @property
     def names(self) -> set[str]:
-        """All names."""
         return {*self.of_tokens, *self.of_responses}
 
     def digest(self) -> str:
@@ -224,7 +222,6 @@ class Columns:
         return digest.hexdigest()
 
     def to(self, device: torch.device) -> Columns:
-        """Return them on `device`."""
         of_tokens, of_responses = (
             {name: to_device(values.numpy(), device) for name, values in columns.items()}
             for columns in (self.of_tokens, self.of_responses)

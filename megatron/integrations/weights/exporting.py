@@ -209,7 +209,6 @@ def _open(path: str, like: str | None, vocab_size: int | None) -> _Opened:
 
 
 def _folder(path: str) -> Path:
-    """Return the folder of one checkpoint."""
     if (Path(path) / safe_loading.METADATA).exists() or (Path(path) / manifest.NAME).exists():
         return Path(path)
     found = checkpoint_files.latest(path)

@@ -68,7 +68,6 @@ def taken(part: Part, tensor: Tensor) -> Tensor:
 
 
 def put_together(sections: Sequence[tuple[Section, Tensor]]) -> Tensor:
-    """Return the whole tensor of its sections."""
     ordered = sorted(sections, key=lambda one: one[0].start)
     return torch.cat([rows.unflatten(0, (section.num_groups, -1)) for section, rows in ordered], dim=1).flatten(0, 1)
 

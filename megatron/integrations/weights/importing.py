@@ -69,7 +69,6 @@ class Source:
     not_read: tuple[str, ...]
 
     def make(self, fused: Fused) -> Tensor:
-        """Return a tensor of the checkpoint."""
         return join(fused, [self.folder.read(part.name) for part in fused.parts])
 
 

@@ -306,7 +306,6 @@ class _Namer:
             self._sections = hybrid_names.sections(shape.linear_attention)
 
     def tensors(self) -> Iterator[Fused]:
-        """Yield all of them."""
         shape, table = self._shape, self._table
         num_layers, stacks = shape.num_layers, (shape.num_layers,) if self._stacked else ()
         yield from self._named(_vocabulary("embedding.word_embeddings.weight", table.embedding), "", "", None)

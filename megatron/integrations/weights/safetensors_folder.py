@@ -46,7 +46,6 @@ class Place:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor."""
         return prod(self.shape) * (4 if self.dtype == "float32" else 2)
 
 

@@ -95,7 +95,6 @@ class StoredDocuments(Source):
         return f"{path} {UNITS[columns['file_units'][file]]} {number}"
 
     def first_of_line(self, document: int) -> int:
-        """Return the first document of the line of `document`."""
         place = int(np.searchsorted(self._continued, document, side="right"))
         while place and self._continued[place - 1] == document:
             document, place = document - 1, place - 1

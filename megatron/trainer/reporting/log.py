@@ -142,7 +142,6 @@ class Interval:
 
     @property
     def tflops_per_s_per_rank(self) -> float:
-        """Model TFLOP/s of one rank."""
         return self.mean("flops") / self.mean("elapsed_s") / self.world_size / 1e12
 
 

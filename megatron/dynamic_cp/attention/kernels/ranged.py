@@ -269,7 +269,6 @@ def constants_of(cut: Cut, q_THD: Tensor, k_THD: Tensor, num_heads: int) -> dict
 
 @lru_cache
 def has_triton() -> bool:
-    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 

@@ -41,7 +41,6 @@ class Share(NamedTuple):
 
     @classmethod
     def of_lane(cls, sizes: LinearAttention, lane: int, num_lanes: int) -> Share:
-        """Return the share of a lane."""
         return cls(sizes.heads_of_lane(lane, num_lanes), sizes.groups_of_lane(lane, num_lanes))
 
 
@@ -67,12 +66,10 @@ class LinearLayer:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those that there are."""
         parameters = (self.weight_CK, self.bias_C, self.decay_rate_H, self.skip_H)
         return [parameter for parameter in parameters if parameter is not None]
 
     def of_share(self, share: Share) -> LinearLayer:
-        """Return a share of a whole layer."""
         heads = slice(share.heads.start, share.heads.stop)
         return replace(
             self,

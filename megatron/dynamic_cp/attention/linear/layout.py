@@ -227,7 +227,6 @@ class LaneRows:
 
 
 def lane_rows(params: DynamicPackedSeqParams, device: torch.device) -> LaneRows:
-    """Return the rows that this lane holds."""
 
     def make() -> LaneRows:
         index = LaneIndex.of(params)

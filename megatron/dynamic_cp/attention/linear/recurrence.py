@@ -77,7 +77,6 @@ class Steps(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are."""
         tensors = (self.q_THK, self.k_THK, self.v_THV, self.decay_TH, self.beta_TH)
         return [tensor for tensor in tensors if tensor is not None]
 
@@ -94,12 +93,10 @@ class Steps(NamedTuple):
         return self._replace(q_THK=q_THK, k_THK=k_THK)
 
     def with_tensors(self, tensors: list[Tensor]) -> Steps:
-        """Return the same with other `tensors`."""
         return Steps.of(tensors, self.scale)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], scale: float) -> Steps:
-        """Return the steps whose `tensors` are these."""
         q_THK, k_THK, v_THV, decay_TH, *beta = tensors
         return cls(q_THK, k_THK, v_THV, decay_TH, beta[0] if beta else None, scale)
 
@@ -115,7 +112,6 @@ def applied(transition: Tensor, state: Tensor) -> Tensor:
 
 
 def transposed(transition: Tensor) -> Tensor:
-    """Return A'."""
     return transition if transition.shape[-1] == 1 else transition.transpose(-1, -2)
 
 

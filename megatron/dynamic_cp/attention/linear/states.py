@@ -336,7 +336,6 @@ class _Scan(NamedTuple):
 
     @classmethod
     def of(cls, kernel: LinearKernel, runs: Runs, steps: Steps, state: Tensor) -> _Scan:
-        """Scan `steps`."""
         steps = steps.with_tensors([tensor.detach().requires_grad_() for tensor in steps.tensors])
         state = state.detach().requires_grad_()
         with torch.enable_grad():
