@@ -66,7 +66,7 @@ MAX_SAMPLES = 10_000_000
 MAX_BATCHES = 1000
 OVERLONG = ("truncate", "drop", "split", "error")
 KINDS = ".npy, .txt, .csv, .jsonl, .parquet, .idx"
-"""Files that `lengths.read_length_array` reads (which imports numpy)."""
+"""Files that `length_files.read_length_array` reads (which imports numpy)."""
 CP_COMM_TYPE = AUTO
 """Default exchange of a given layout."""
 DEFAULT_POLICIES = "dynamic,static,balanced,megatron-dev"

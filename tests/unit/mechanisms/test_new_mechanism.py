@@ -12,8 +12,10 @@ from dynamic_cp.mechanisms.mechanism import LaneSeconds, Mechanism, Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
+from dynamic_cp.plans.padding import lane_tokens_of
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
@@ -130,7 +132,7 @@ def test_the_simulator_lets_lanes_of_a_group_end_apart():
     few, many = (end_ns - first.start_ns for end_ns in first.lane_ends_ns)
     assert many == pytest.approx(3 * few, rel=0.01)
     assert timeline.split.busy_ns[0, 1] > 2 * timeline.split.busy_ns[0, 0]
-    assert timeline.peak_in_flight_tokens[0, 1] == 48
+    assert peak_in_flight_tokens(lane_tokens_of(one), one.topology.pp_size)[0, 1] == 48
 
 
 def test_memory_is_that_of_its_fullest_lane():

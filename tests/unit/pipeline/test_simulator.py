@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import IllegalPlanError
-from dynamic_cp.pipeline.schedule import Operation
+from dynamic_cp.pipeline.schedule import Operation, peak_in_flight_tokens
 from dynamic_cp.pipeline.simulator import grid_of, makespan_ns, simulate
+from dynamic_cp.plans.padding import lane_tokens_of
 from dynamic_cp.pricing.cost_model import BucketCost
 from dynamic_cp.types import Bucket, Sample, Topology
 from tests.unit.pipeline.event_simulator import megatron_lists, play
@@ -187,8 +188,7 @@ def test_in_flight_tokens_are_padded_and_of_one_rank():
 
     rows = [(bucket(0, 2, 0, 5), bucket(2, 1, 1, 9)), (bucket(0, 1, 2, 7), bucket(1, 1, 3, 2), bucket(2, 1, 4, 1))]
     plan = plan_of_buckets(*rows, topology=Topology(num_lanes=3, pp_size=2))
-    model = GivenCosts(dict.fromkeys(range(5), BucketCost(1e-3, 1e-3, 0.0)))
-    assert simulate(plan, model).peak_in_flight_tokens.tolist() == [[11, 6, 10], [7, 4, 9]]
+    assert peak_in_flight_tokens(lane_tokens_of(plan), pp_size=2).tolist() == [[11, 6, 10], [7, 4, 9]]
 
 
 @pytest.mark.parametrize("lane", [1, 2])
