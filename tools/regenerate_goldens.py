@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pipeline.timeline import Timeline
-from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.plans.padding import lane_tokens_of, rank_tokens
 from dynamic_cp.plans.serialize import format_plan, parse_plan
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 from dynamic_cp.pricing.edges import Reduction
@@ -118,7 +119,8 @@ def render_timeline(text: str) -> str:
 
 def _split_text(timeline: Timeline) -> str:
     """Return one line per stage and lane: where its time went, in milliseconds, and its tokens in flight."""
-    split, peak = timeline.split, timeline.peak_in_flight_tokens
+    split, topology = timeline.split, timeline.plan.topology
+    peak = peak_in_flight_tokens(lane_tokens_of(timeline.plan), topology.pp_size, topology.vp_size)
     lines = ["busy + pipeline bubble + CP wait + DP wait in ms; most tokens in flight"]
     parts = (split.busy_ns, split.pipeline_bubble_ns, split.cp_wait_ns, split.dp_wait_ns)
     for stage, lane in np.ndindex(peak.shape):
