@@ -31,7 +31,7 @@ from dynamic_cp.packing.rows import RowTargets, alone_ns, fill_least
 from dynamic_cp.pipeline.schedule import BACKWARD, FORWARD, pipeline_graph
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.table import price, without_host
+from dynamic_cp.pricing.table import best_options, price, prices_of, without_host
 from dynamic_cp.pricing.work import Lengths
 from dynamic_cp.types import largest_power_of_two
 
@@ -299,13 +299,12 @@ class _BlockPacker:
 
     def _alone_ns(self, num_samples: int) -> Floats:
         """Return [FORWARD or BACKWARD, sample] nanoseconds of the longest samples, each alone, without its overhead."""
-        parts_ns = [self._alone_parts_ns]
-        for sample in range(self._alone_parts_ns.shape[1], num_samples):
-            tokens, square = int(self.lengths.seqlens[sample]), float(self.squares[sample])
-            cost = self.cost_model.cost(1 << int(np.argmin(self.alone[:, sample])), 0, tokens, square)
-            both_ns = 1e9 * np.array([[cost.forward_s], [cost.backward_s]])
-            parts_ns.append(np.maximum(0.0, both_ns - np.reshape(self.empty_ns, (2, 1))))
-        self._alone_parts_ns = np.concatenate(parts_ns, axis=1)
+        if num_samples > self._alone_parts_ns.shape[1]:
+            tokens, squares = self.lengths.seqlens[:num_samples].astype(np.float64), self.squares[:num_samples]
+            log2_cp_sizes, table = self.alone[:, :num_samples].argmin(axis=0), self.cost_model.table
+            rows = best_options(table, np.zeros_like(log2_cp_sizes), log2_cp_sizes, tokens, squares)
+            both_s = prices_of(table.level_terms[rows].swapaxes(0, 1), tokens, squares)
+            self._alone_parts_ns = np.maximum(0.0, 1e9 * both_s - np.reshape(self.empty_ns, (2, 1)))
         return self._alone_parts_ns[:, :num_samples]
 
     def profiles(self, candidates: Sequence[_Candidate], num_iterations: int) -> list[_Candidate]:

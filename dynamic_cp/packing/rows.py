@@ -166,10 +166,7 @@ def fill_least(
     """Return the smallest factor on the targets that places all samples, -1 where there is none, and that filling.
 
     Args:
-        lengths: the samples.
-        durations: prices and limits of buckets.
         alone: of `alone_ns`, up to the largest CP size that rows may use.
-        rows: to fill.
         factors: (least, largest) to try.
         num_steps: halvings of their range; the result is within range / 2^num_steps of the least.
         slack: a row may last so many times what its first sample, the longest left, takes at least; 0: as its target
@@ -182,17 +179,19 @@ def fill_least(
     factor = -1.0
     nothing = np.zeros(0, np.int64)
     best = Filling(nothing, nothing, nothing, nothing)
-    for step in range(num_steps + 1):
-        middle = high if step == 0 else (low + high) / 2
+    middle = (low + high) / 2 if num_steps else high
+    while factor < 0.0 or num_steps > 0:
         wanted = np.maximum(rows.targets_ns * middle, rows.floors_ns)
         num_left, filling = _fill(lengths, durations, alone, rows.num_lanes, wanted, order, slack)
         if num_left == 0:
             factor = high = middle
             best = filling
-        elif step == 0:
+        elif middle == high:
             break
         else:
             low = middle
+        num_steps -= factor > 0.0
+        middle = (low + high) / 2 if factor > 0.0 else high  # the largest only where the middle was too small
     return factor, best
 
 

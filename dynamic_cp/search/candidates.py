@@ -130,31 +130,32 @@ class Search:
         self._held: dict[int, Search] = {}  # by CP size
         self._of_static: dict[int, list[Candidate]] = {}
 
-    def ranking(self, policy: str) -> list[Candidate]:
-        """Return all candidates, the fastest first."""
-        found = sorted(self.candidates(policy), key=lambda one: one.makespan_ns)
-        if policy == "dynamic":
+    def ranking(self, policy: str, best_ns: int | None = None) -> list[Candidate]:
+        """Return all candidates, the fastest first; of dynamic plans of pipelines those that may beat `best_ns`."""
+        found = sorted(self.candidates(policy, best_ns), key=lambda one: one.makespan_ns)
+        if policy == "dynamic" and found:
             found = sorted([*found, *self.improved(found)], key=lambda one: one.makespan_ns)
             better = self._better_static(found[0].makespan_ns, improved=True)
             found = sorted([*found, *better], key=lambda one: one.makespan_ns)
         return found
 
-    def by_the_ring(self) -> Iterator[Candidate]:
+    def by_the_ring(self, best_ns: int) -> Iterator[Candidate]:
         """Yield the best packing of a fast search for the ring alone: with each bucket's fastest exchange, and as is.
 
         Prices of all exchanges can lead a search to slower plans; with this one plans are never slower than the ring's.
         """
-        best = Search(self.batch, self.cost_model.with_only(Ring.name, search="fast")).ranking("dynamic")[0]
-        name = f"{best.name} as ring"
-        yield self._judged(name, best.packing)
-        yield best._replace(name=name)
+        search = Search(self.batch, self.cost_model.with_only(Ring.name, search="fast"))
+        for best in search.ranking("dynamic", best_ns)[:1]:
+            name = f"{best.name} as ring"
+            yield self._judged(name, best.packing)
+            yield best._replace(name=name)
 
-    def candidates(self, policy: str) -> Iterator[Candidate]:
-        """Yield at least one candidate."""
+    def candidates(self, policy: str, best_ns: int | None = None) -> Iterator[Candidate]:
+        """Yield at least one candidate, unless some are too slow for `best_ns`."""
         if policy == "dynamic":
-            found = [*self._dynamic()]
-            found += self._megatron_dev(min((one.makespan_ns for one in found), default=None))
-            found += self._better_static(min(one.makespan_ns for one in found))
+            found = [*self._dynamic(best_ns)]
+            found += self._megatron_dev(min((one.makespan_ns for one in found), default=best_ns))
+            found += self._better_static(min((one.makespan_ns for one in found), default=best_ns))
             yield from found
             yield from self._shortened(found)
         elif policy == "megatron-dev":

@@ -174,7 +174,7 @@ def _pack(problem: Problem, batch: Batch, resolved: Resolved, prices: CostModel)
     search = Search(batch, packers)
     ranking = search.ranking(problem.policy)
     if resolved.tries_ring_alone:
-        ranking = sorted([*ranking, *search.by_the_ring()], key=lambda one: one.makespan_ns)
+        ranking = sorted([*ranking, *search.by_the_ring(ranking[0].makespan_ns)], key=lambda one: one.makespan_ns)
     if ranking[0].cost_model.may_pass_on_states:
         from dynamic_cp.search.states import judged
 
