@@ -56,7 +56,7 @@ LIMITS: Mapping[str, Limit] = {
 }
 """Group -> limits that fail the nightly test; make them narrower when the model gets better."""
 KEPT_BACK = "three kept back 0.7 to 0.8"
-"""Of short packed fine-tuning, as of 2026-11-29: runs that judge the model and are not in the file (docs/backtest.md)."""
+"""Of short packed fine-tuning, on 2026-11-29: runs that judge the model and are not in the file; docs/backtest.md."""
 LEAST_RUNS = 40
 MOST_REFUSED = 0.02
 """Largest share of the runs whose state is on their GPUs, without FSDP, that the memory model may refuse: each was
