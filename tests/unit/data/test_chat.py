@@ -418,6 +418,16 @@ def write_chats(path, chats):
     return path
 
 
+def test_the_fingerprint_sees_what_is_learned(tmp_path):
+    path, prints = tmp_path / "a.jsonl", set()
+    for weight in (0, 1):
+        messages = messages_of(TWO_TURNS)
+        messages[1]["weight"] = weight
+        path.write_text(json.dumps({"messages": messages}))
+        prints.add(build_splits(flags(path)).train.fingerprint())
+    assert len(prints) == 2
+
+
 @pytest.mark.parametrize("kind", ["bytes", "plain"])
 def test_samples_carry_the_mask_of_their_labels(folders, tmp_path, kind):
     path = write_chats(tmp_path / "a.jsonl", CHATS)

@@ -142,6 +142,18 @@ def test_each_way_of_reading_has_its_own_index(tmp_path, scans):
     assert len(list(folder.rglob("*.tokens"))) == 4
 
 
+def test_an_index_made_for_another_request_is_not_used(tmp_path, messages):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one", "body": "seven"}\n')
+    lengths_of(path, json_key="body")
+    of_another = saved(tmp_path).read_bytes()
+    saved(tmp_path).unlink()
+    lengths_of(path)
+    saved(tmp_path).write_bytes(of_another)
+    assert lengths_of(path) == [4]
+    assert "'json_key': 'body'" in messages.text
+
+
 def test_the_index_moves_with_the_data(data, scans, tmp_path):
     folder, lengths = data
     lengths_of(folder)

@@ -10,6 +10,7 @@ import struct
 import time
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -316,6 +317,17 @@ def test_a_bin_that_changed_before_it_is_opened_is_an_error(tmp_path):
 def set_age(path, seconds):
     then = time.time() - seconds
     os.utime(path, (then, then))
+
+
+def test_mapped_files_are_looked_at_once_a_second(tmp_path, monkeypatch):
+    source, real = IndexedDocuments(str(write_indexed(tmp_path)), ByteTokenizer()), indexed._signs
+    looks, now_s = [], time.monotonic() + 10
+    monkeypatch.setattr(indexed, "_signs", lambda prefix, suffix: looks.append(suffix) or real(prefix, suffix))
+    monkeypatch.setattr(indexed, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for _ in range(5):
+        source.read(0, 0, 2)
+        now_s += 0.4
+    assert looks == [".bin", ".idx"] * 2
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])

@@ -1,6 +1,7 @@
 """The stream: order from (seed, position) alone, blends in proportion; sizes of global batches on a ramp."""
 
 import logging
+import pickle
 from collections import Counter
 from fractions import Fraction
 
@@ -62,6 +63,13 @@ def test_order_does_not_depend_on_how_positions_are_batched(corpus):
     backwards = [order(stream, position, 1)[0] for position in reversed(range(300))]
     assert whole == backwards[::-1]
     assert len(set(whole)) > 40
+
+
+def test_pickling_leaves_the_cached_order_behind(corpus):
+    stream = build_splits(config(corpus)).train
+    fresh = len(pickle.dumps(stream))
+    stream.global_batch(0, 10)
+    assert len(pickle.dumps(stream)) == fresh
 
 
 def test_seed_decides_the_order(corpus):

@@ -231,6 +231,17 @@ def lines_of(path, size_bytes):
     return [line for content, _ in pieces for line in split_lines(content)]
 
 
+def test_the_number_of_processes_follows_the_size(tmp_path, monkeypatch):
+    asked, real = [], tokenizing.map_in_processes
+    monkeypatch.setattr(tokenizing, "map_in_processes", lambda f, t, n: asked.append(n) or real(f, t, 1))
+    monkeypatch.setattr(tokenizing, "num_usable_cpus", lambda: 3)
+    monkeypatch.setattr(tokenizing, "BYTES_PER_PROCESS", 10)
+    for size in (1, 2, 100):
+        write_files(tmp_path, {"a.jsonl": b'{"text":""}\n' * size})
+        index(tmp_path)
+    assert asked == [1, 2, 3]
+
+
 def test_what_is_appended_while_it_is_read_is_not_looked_at(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "x"}\n{"text": "y"}\nnot yet whole')

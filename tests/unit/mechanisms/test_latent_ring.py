@@ -7,11 +7,13 @@ import pytest
 from dynamic_cp.convex import Linear
 from dynamic_cp.decide.plan_arrays import plan_lengths
 from dynamic_cp.decide.sent import sent_by_plan
+from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import AUTO, CP_COMM_TYPES, ModelShape, Plan, Topology, exchanges_of
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, plan_of_buckets, problem_of, samples_of
@@ -98,6 +100,11 @@ def test_memory_is_that_of_two_lanes_in_a_group_of_any_size():
     memory = (MemoryModel(problem_of(*job, cp_comm_types=names)) for names in (LATENT, ("p2p",)))
     exchanged = [one.peak_at(4096, 16)[0].exchange_bytes for one in memory]
     assert exchanged == [4096 * (2 * 98304 / 8 + 4 * 1152), 4096 * 16 * 98304 / 8]
+
+
+def test_a_model_without_latents_has_none_to_send():
+    with pytest.raises(UnsupportedFeatureError, match="kv_lora_rank of this model is 0: use p2p or auto"):
+        CostModel(problem_of(Topology(num_lanes=4), cp_comm_types=LATENT))
 
 
 def with_a_ring(plan: Plan) -> Plan:

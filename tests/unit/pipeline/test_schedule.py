@@ -106,6 +106,7 @@ def test_who_pays_embedding_and_head():
 @pytest.mark.parametrize(("pp", "m", "vp"), SHAPES)
 def test_the_order_is_every_list_in_an_order_that_can_run(pp, m, vp):
     graph = pipeline_graph(pp, m, vp)
+    assert not any(array.flags.writeable for array in graph), "it is kept for whoever asks next"
     places = places_of(graph)
     for stage in range(pp):
         assert tuple(operation for at, operation in places if at == stage) == stage_operations(stage, pp, m, vp)
