@@ -110,9 +110,8 @@ def test_a_tick_with_other_nano_batches_or_with_none_is_refused() -> None:
 def test_a_step_out_of_turn_and_one_left_over_are_refused_with_both() -> None:
     step_order = StepOrder(steps_of(1, is_backward=False, repeats="nothing"), "iteration 3")
     step_order.take(LayerStep("launch", 0, False, 0))
-    with pytest.raises(
-        DisagreementError, match=r"iteration 3: attend 0 .* as step 1 of 6, which is launch 1 of layer 0"
-    ):
+    says = r"iteration 3: attend 0 .* as step 1 of 6, which is launch 1 of layer 0"
+    with pytest.raises(DisagreementError, match=says):
         step_order.take(LayerStep("attend", 0, False, 0))
     with pytest.raises(DisagreementError, match=r"1 steps of layers in two nano-batches ran, the tick has 6"):
         step_order.finish()

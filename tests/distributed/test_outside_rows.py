@@ -193,9 +193,8 @@ def test_both_collators_refuse_alike() -> None:
     for collate in (collator(), planned_packs):
         with pytest.raises(DataError, match=says):
             collate([{"input_ids": [1, 2]}, row])
-    with pytest.raises(
-        DataError, match=r"sample 0 has 'labels', which nothing here heeds \(heeded: prompt_ids, response_ids\)"
-    ):
+    says = r"sample 0 has 'labels', which nothing here heeds \(heeded: prompt_ids, response_ids\)"
+    with pytest.raises(DataError, match=says):
         collator()([{"prompt_ids": [1, 2], "response_ids": [[3]], "labels": [1, 2]}])
     with pytest.raises(DataError, match="sample 1 has 'prompt_ids'"):
         planned_packs([{"input_ids": [1, 2]}, {"prompt_ids": [1, 2], "response_ids": [[3]]}])

@@ -134,9 +134,8 @@ def test_a_worker_that_died_between_two_steps_is_not_waited_for(
     os.kill(worker.pid, number)
     worker.join()
     monkeypatch.setattr(packer, "_packed", raising(AssertionError("asks DataLoader for what does not come")))
-    with pytest.raises(
-        DataError, match=rf"DataLoader worker \(pid {worker.pid}\) was killed by signal {number}: .*{says}"
-    ):
+    says = rf"DataLoader worker \(pid {worker.pid}\) was killed by signal {number}: .*{says}"
+    with pytest.raises(DataError, match=says):
         packer.take()
     monkeypatch.undo()
     packer.close()

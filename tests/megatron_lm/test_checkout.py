@@ -72,9 +72,8 @@ def test_other_versions_are_refused(
     nearest: str,
 ) -> None:  # fmt: skip
     script = make_tree(tmp_path, minor, patch, pre, schedules)
-    with pytest.raises(
-        UnsupportedFeatureError, match=f"is version 0.{minor}.{patch}{pre}; supported are 0.16.1"
-    ) as caught:
+    says = f"is version 0.{minor}.{patch}{pre}; supported are 0.16.1"
+    with pytest.raises(UnsupportedFeatureError, match=says) as caught:
         open_checkout(script)
     assert "0.19.1, tried at core_v0.19.0" in str(caught.value)
     assert "0.20.0, tried at d98e8a64 (branch main of 2026-08-22)" in str(caught.value)
@@ -97,9 +96,8 @@ def test_supported_versions_and_the_python_that_they_need(
     if version == "0.16.1":
         assert open_checkout(script).version == version
         return
-    with pytest.raises(
-        UnsupportedFeatureError, match=f"is version {version}, which needs Python 3.12 or newer"
-    ) as caught:
+    says = f"is version {version}, which needs Python 3.12 or newer"
+    with pytest.raises(UnsupportedFeatureError, match=says) as caught:
         open_checkout(script)
     assert "install this project with its extras train and megatron-lm for Python 3.12" in str(caught.value)
     assert str(caught.value).endswith("or check out core_v0.16.1")

@@ -73,9 +73,8 @@ def test_a_checkout_without_flags_for_yarn_is_told() -> None:
     older = SimpleNamespace(**{name: value for name, value in args.items() if not name.startswith("yarn_")})
     check_positions(older)
     older.position_embedding_type = "yarn"
-    with pytest.raises(
-        UnsupportedFeatureError, match=r"this Megatron-LM has no flags for what YaRN needs to know, 0\.19"
-    ):
+    says = r"this Megatron-LM has no flags for what YaRN needs to know, 0\.19"
+    with pytest.raises(UnsupportedFeatureError, match=says):
         check_positions(older)
 
 

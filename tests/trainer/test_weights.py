@@ -819,17 +819,6 @@ def test_a_checkpoint_that_does_not_say_its_vocabulary_asks(imported, folder_of,
 # --- the command and the example
 
 
-def test_help_needs_no_torch():
-    program = (
-        "import sys; from dynamic_cp.decide import cli\n"
-        "assert cli.main(['weights', 'import', '--help']) == cli.main(['weights', 'export', '--help']) == 0\n"
-        "print('heavy:', *sorted({'numpy', 'torch', 'safetensors', 'megatron.core'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert "--max-shard-size" in done.stdout
-    assert done.stdout.splitlines()[-1] == "heavy:"
-
-
 def test_what_is_not_installed_is_named(folder_of, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.integrations.weights.importing", None)
     folder = folder_of("llama")

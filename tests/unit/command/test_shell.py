@@ -40,11 +40,15 @@ def compile_for(name):
 def test_help_imports_nothing_heavy():
     program = (
         "import sys; from dynamic_cp.decide import cli; cli.main(['--help']); cli.main(['simulate', '--help'])\n"
-        "heavy = {'numpy', 'numba', 'rich', 'torch', 'megatron', 'matplotlib', 'pulp'} & set(sys.modules)\n"
+        "heavy = {'megatron'} & {*sys.modules}\n"
+        "assert cli.main(['weights', 'import', '--help']) == cli.main(['weights', 'export', '--help']) == 0\n"
+        "names = 'numpy numba rich torch matplotlib pulp safetensors megatron.core'.split()\n"
+        "heavy |= {*names} & {*sys.modules}\n"
         "print('heavy:', *sorted(heavy))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "heavy:")
+    assert "--max-shard-size" in done.stdout
 
 
 @pytest.mark.by_day("lengths")

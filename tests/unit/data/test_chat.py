@@ -458,9 +458,8 @@ def test_overlong_chats(tmp_path):
     limit = min(firsts) + 3
     assert min(len(document.tokens) for document in documents) - 1 > limit
     assert sum(first <= limit for first in firsts) == 1
-    with pytest.raises(
-        DataError, match=rf"line 1 predicts \d+ tokens, --seq-length is {limit} .* --overlong truncate or drop$"
-    ):
+    says = rf"line 1 predicts \d+ tokens, --seq-length is {limit} .* --overlong truncate or drop$"
+    with pytest.raises(DataError, match=says):
         build_splits(flags(path, seq_length=limit))
     with pytest.raises(DataError, match="0 samples"):
         build_splits(flags(path, seq_length=limit, overlong="drop"))

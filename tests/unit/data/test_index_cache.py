@@ -262,9 +262,8 @@ def test_a_folder_that_may_not_be_written_at_all(data, tmp_path, monkeypatch):
     folder, lengths = data
     refuse_folder(monkeypatch, folder, tmp_path / "user_cache", tmp_path / "asked")
     for more in ({}, {"cache_path": str(tmp_path / "asked")}):
-        with pytest.raises(
-            DataError, match=r"could not be saved \(.*Read-only file system\): name a folder that"
-        ) as why:
+        says = r"could not be saved \(.*Read-only file system\): name a folder that"
+        with pytest.raises(DataError, match=says) as why:
             lengths_of(folder, **more)
         assert (str(tmp_path / "asked") in str(why.value)) == bool(more)
     assert list(tmp_path.rglob("*.tokens")) == []

@@ -450,9 +450,8 @@ def test_the_automatic_limit_is_the_largest_that_fits():
     assert limit % 4 == 0
     assert limit > 100
     model.check_limit_fits(limit, 8)
-    with pytest.raises(
-        MemoryLimitError, match=rf"{limit + 4} tokens per rank at CP size 8 needs .* GB on pipeline stage"
-    ):
+    says = rf"{limit + 4} tokens per rank at CP size 8 needs .* GB on pipeline stage"
+    with pytest.raises(MemoryLimitError, match=says):
         model.check_limit_fits(limit + 4, 8)
     # Smaller groups keep fewer keys and values: a short longest sample leaves room for more tokens.
     assert model.max_tokens_per_rank(max_seqlen=10) > limit

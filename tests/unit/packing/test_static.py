@@ -112,9 +112,8 @@ def test_a_static_cp_size_that_cannot_be_is_refused():
     topology, options = Topology(num_lanes=6), PlanOptions(max_tokens_per_rank=16, cp_comm_types=("p2p",))
     for fine, seqlen in ((1, 16), (2, 1), (2, 32), (4, 64)):
         check_static_cp_size(fine, Sample(sample_id=0, seqlen=seqlen), topology, options)
-    with pytest.raises(
-        InfeasibleSampleError, match=r"sample 0 has 33 tokens.*2 lanes holds 32.*--context-parallel-size"
-    ):
+    says = r"sample 0 has 33 tokens.*2 lanes holds 32.*--context-parallel-size"
+    with pytest.raises(InfeasibleSampleError, match=says):
         check_static_cp_size(2, Sample(sample_id=0, seqlen=33), topology, options)
     for wrong in (3, 8, 0):
         with pytest.raises(InvalidInputError, match="--context-parallel-size"):

@@ -161,9 +161,8 @@ def test_programmes_are_of_all_masks_and_travel(seed: int) -> None:
         assert narrower[1:] == alone[1:]
         largest = tuple(map(max, one.buffer_tokens, narrower.buffer_tokens))
         assert buffer_tokens_of(placement, samples, Lanes(num_lanes, 0, node_lanes))[lane] == largest
-    with pytest.raises(
-        UnsupportedFeatureError, match=r"for layers with the masks causal or full, lambda:.* has lambda:0,7"
-    ):
+    says = r"for layers with the masks causal or full, lambda:.* has lambda:0,7"
+    with pytest.raises(UnsupportedFeatureError, match=says):
         programmes[0].of_layers(Lambda(0, 7))
     (alone,) = {one.mask for one in programmes_of(own, samples, Lanes(num_lanes, 0, node_lanes))}
     assert alone == str(window)

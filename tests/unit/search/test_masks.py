@@ -65,9 +65,8 @@ def test_a_plan_says_no_to_masks_that_its_mechanism_cannot_serve() -> None:
 def test_masks_that_nothing_serves_are_refused_before_planning() -> None:
     job = {"num_lanes": 4, "max_tokens_per_rank": 64, "model": TINY_MODEL, "hardware": CURVED_HARDWARE}
     job |= {"check_memory": False, "cp_comm_types": "p2p"}
-    with pytest.raises(
-        UnsupportedFeatureError, match=r"sample 0 has the mask full, which p2p cannot serve .* allow a2a"
-    ):
+    says = r"sample 0 has the mask full, which p2p cannot serve .* allow a2a"
+    with pytest.raises(UnsupportedFeatureError, match=says):
         plan_lengths([100, 20], masks="full", **job)
     assert set(plan_lengths([64, 20], masks="full", max_cp_size=1, **job).planned.plan.cp_histogram) == {1}
     with pytest.raises(UnsupportedFeatureError, match="attend to all of their sample: give samples no masks"):

@@ -65,9 +65,8 @@ def test_bad_input():
     for samples in (twice, twice[::-1]):
         with pytest.raises(InvalidInputError, match=r"sample_id 1 is there twice, with (5 and 6|6 and 5) tokens"):
             plan(samples, Topology(num_lanes=2))
-    with pytest.raises(
-        InvalidInputError, match="'magic' is unknown: use one of dynamic, static, balanced, megatron-dev"
-    ):
+    says = "'magic' is unknown: use one of dynamic, static, balanced, megatron-dev"
+    with pytest.raises(InvalidInputError, match=says):
         plan(samples_of([1]), Topology(num_lanes=2), "magic")
 
 
