@@ -69,13 +69,6 @@ def cluster(tmp_path: Path) -> Cluster:
         script = binaries / name
         script.write_text(f'#!/bin/sh\nexec {sys.executable} {STUB} {name} "$@"\n', encoding="utf-8")
         script.chmod(0o755)
-    return Cluster(
-        folder=folder,
-        environment={
-            **inherited(),
-            "PATH": f"{binaries}:{os.environ['PATH']}",
-            "STUB_DIR": str(folder),
-            "PYTHON": str(binaries / "python"),
-            "RUN_DIR": str(tmp_path / "run"),
-        },
-    )
+    variables = inherited() | {"PATH": f"{binaries}:{os.environ['PATH']}", "STUB_DIR": str(folder)}
+    variables |= {"PYTHON": str(binaries / "python"), "RUN_DIR": str(tmp_path / "run")}
+    return Cluster(folder=folder, environment=variables)

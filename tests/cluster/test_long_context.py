@@ -17,21 +17,9 @@ def started(folder: Path, *words: str, run_dir: Path) -> list[str]:
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done > {folder}/words\n')
     python.chmod(0o755)
-    done = subprocess.run(
-        ["sh", "examples/long_context.sh", *words],
-        cwd=ROOT,
-        env={
-            "PATH": "/usr/bin:/bin",
-            "PYTHON": str(python),
-            "RUN_DIR": str(run_dir),
-            "BASE": "/base",
-            "DATA": "0.7 /long 0.3 /short",
-        },
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
+    command, variables = ["sh", "examples/long_context.sh", *words], {"PYTHON": str(python), "RUN_DIR": str(run_dir)}
+    variables |= {"PATH": "/usr/bin:/bin", "BASE": "/base", "DATA": "0.7 /long 0.3 /short"}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 0, done.stderr
     launched = (folder / "words").read_text(encoding="utf-8").splitlines()
     assert " ".join(launched) in done.stdout  # it says what it runs

@@ -67,17 +67,8 @@ def settings_that_fit(space: Space, job: SweepJob) -> Iterator[Setting]:
 
 def found_of(settings: Mapping[str, Setting]) -> Sweep:
     """Return what a sweep that found these settings returns; the first policy is recommended."""
-    points = {
-        name: Point(
-            setting=setting,
-            batches_s=(2.0,),
-            peak_bytes=7e10,
-            tokens_per_s_per_gpu=1.0,
-            num_microbatches=1.0,
-            largest_cp_size=1,
-        )
-        for name, setting in settings.items()
-    }
+    figures = {"batches_s": (2.0,), "peak_bytes": 7e10, "tokens_per_s_per_gpu": 1.0, "num_microbatches": 1.0}
+    points = {name: Point(setting=setting, **figures, largest_cp_size=1) for name, setting in settings.items()}
     policies = {name: Found(best=point, next_best=None, num_planned=1, refused={}) for name, point in points.items()}
     return Sweep(policies=policies, recommended=next(iter(points)), front=tuple(points.values())[:1])
 

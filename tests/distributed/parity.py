@@ -112,17 +112,11 @@ class Layout:
 
     @property
     def topology(self) -> Topology:
+        config = SimpleNamespace(sequence_parallel=self.sp, tensor_model_parallel_size=self.tp, **self.config)
         return Topology(
-            num_lanes=self.lanes,
-            tp_size=self.tp,
-            pp_size=self.pp,
-            vp_size=self.vpp,
-            sequence_parallel=self.sp,
-            ranks_per_node=self.ranks_per_node,
-            token_alignment=token_alignment(
-                SimpleNamespace(sequence_parallel=self.sp, tensor_model_parallel_size=self.tp, **self.config)
-            ),
-        )
+            num_lanes=self.lanes, tp_size=self.tp, pp_size=self.pp, vp_size=self.vpp, sequence_parallel=self.sp,
+            ranks_per_node=self.ranks_per_node, token_alignment=token_alignment(config),
+        )  # fmt: skip
 
     @property
     def model(self) -> ModelShape:

@@ -4,7 +4,7 @@ Nothing is computed: tensors have shapes and no memory, kernels give empty outpu
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -21,8 +21,8 @@ from megatron.dynamic_cp.attention.linear import layer as layer_of_heads
 from megatron.dynamic_cp.attention.linear import thd
 from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
-from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.emulated_lanes import Board, EmulatedGroup
+from tests.distributed.harness import params_of
 from tests.distributed.linear_reference import hybrid_of
 from tests.launches import Launches, count
 
@@ -105,14 +105,8 @@ def counted(kind: str, way: StateExchange, cp_size: int, tokens: int = TOKENS, s
         mock.patch.object(dist, "all_to_all_single"),
         mock.patch.object(layer_of_heads, "exact_dtype", return_value=torch.float32),  # as on a GPU
     ):
-        params = DynamicPackedSeqParams.build(
-            padded,
-            torch.zeros(tokens, dtype=torch.int64),
-            cast(Any, EmulatedGroup(0, Board(cp_size))),
-            label="counted",
-            stats=ExchangeStats(),
-            state_exchange=way,
-        )
+        group, held = EmulatedGroup(0, Board(cp_size)), torch.zeros(tokens, dtype=torch.int64)
+        params = params_of(padded, held, group, state_exchange=way)
         channels, heads, exact = sizes.convolved_channels, sizes.num_heads, torch.float32
         x, gate = random(tokens, channels), random(tokens, heads, of=exact)
         weight = random(channels, 1, sizes.kernel_size)
@@ -132,15 +126,8 @@ def counted(kind: str, way: StateExchange, cp_size: int, tokens: int = TOKENS, s
 CASES: list[tuple[str, StateExchange, int]] = [
     (kind, way, cp_size)
     for kind in LAYERS
-    for way, cp_size in (
-        ("heads", 1),
-        ("heads", 2),
-        ("heads", 4),
-        ("heads", 8),
-        ("states", 2),
-        ("states", 4),
-        ("states", 8),
-    )
+    for way, sizes in {"heads": (1, 2, 4, 8), "states": (2, 4, 8)}.items()
+    for cp_size in sizes
 ]
 MOST = {
     ("gated_delta_net", "heads", 1): ((4, 0.41), (5, 0.63)),

@@ -25,17 +25,10 @@ from megatron.dynamic_cp.attention.thd import attention_thd
 from tests.distributed.harness import params_of, run_ranks
 
 MODEL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 16,
-    "vocab_size": 128,
-    "gated_linear_unit": True,
+    "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2,
+    "kv_channels": 16, "vocab_size": 128, "gated_linear_unit": True, "linear_attention_freq": 2,
     "linear_attention": {"kind": "mamba2", "num_heads": 4, "num_groups": 2, "key_size": 16, "value_size": 16},
-    "linear_attention_freq": 2,
-}
+}  # fmt: skip
 
 
 def words_for(folder: Path, *more: str) -> list[str]:

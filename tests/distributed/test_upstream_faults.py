@@ -211,18 +211,12 @@ def loss_without_targets() -> float:
 
 def _loss_of_schedule(losses: Tensor) -> Tensor:
     """Return what backward starts from, of a loss per micro-batch."""
+    config = SimpleNamespace(calculate_per_token_loss=False, timers=None, num_moe_experts=None, mtp_num_layers=None)
+    given = {"vp_stage": None, "collect_non_loss_data": False, "num_microbatches": 1, "forward_data_store": []}
     total, _ = schedules.forward_step_calc_loss(
-        SimpleNamespace(),
-        losses.sum() + 0.0,
-        lambda output: (output, torch.tensor(len(losses)), {}),
-        SimpleNamespace(calculate_per_token_loss=False, timers=None, num_moe_experts=None, mtp_num_layers=None),
-        vp_stage=None,
-        collect_non_loss_data=False,
-        num_microbatches=1,
-        forward_data_store=[],
-        cp_group_size=2,
-        is_last_stage=True,
-    )
+        SimpleNamespace(), losses.sum() + 0.0, lambda output: (output, torch.tensor(len(losses)), {}), config,
+        **given, cp_group_size=2, is_last_stage=True,
+    )  # fmt: skip
     return total
 
 

@@ -22,18 +22,10 @@ ROOT = Path(__file__).parents[2]
 BY_DAY_S, BY_NIGHT_S = 280, 1200
 BY_DAY = {"attention on all lanes": 3, "train with PP and VPP": 5, "train adapters of a hybrid by states": 4}
 EACH_NIGHT = {
-    "many placements": 6,
-    "train on 4 lanes": 6,
-    "train on 8 lanes": 9,
-    "train with TP and PP": 6,
-    "train 2 lanes with PP and VPP": 7,
-    "train a hybrid by heads": 4,
-    "train a hybrid with blocks": 5,
-    "train Mamba-2": 6,
-    "train with blocks": 6,
-    "train with a pool": 4,
-    "train with a pool of nodes": 8,
-}
+    "many placements": 6, "train on 4 lanes": 6, "train on 8 lanes": 9, "train with TP and PP": 6,
+    "train 2 lanes with PP and VPP": 7, "train a hybrid by heads": 4, "train a hybrid with blocks": 5,
+    "train Mamba-2": 6, "train with blocks": 6, "train with a pool": 4, "train with a pool of nodes": 8,
+}  # fmt: skip
 """Case -> how many communicators of several ranks a rank makes at most."""
 FIRST_LANE = "attention on the first lane"
 

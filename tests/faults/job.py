@@ -75,16 +75,9 @@ class Job:
         self._ended: dict[int, float] = {}
         self.processes = []
         for rank in range(ranks):
-            process = context.Process(
-                target=_rank_main,
-                args=(
-                    os.getpid(),
-                    list(words),
-                    self._logs[rank],
-                    rendezvous | {"RANK": str(rank)} | dict(environment or {}),
-                    sabotage,
-                ),
-            )
+            variables = rendezvous | {"RANK": str(rank)} | dict(environment or {})
+            arguments = (os.getpid(), list(words), self._logs[rank], variables, sabotage)
+            process = context.Process(target=_rank_main, args=arguments)
             process.start()
             self.processes.append(process)
 

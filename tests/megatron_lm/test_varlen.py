@@ -120,18 +120,9 @@ def megatron_lm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gpt_config(tokenizer: Any, folder: Path, **changes: Any) -> GPTDatasetConfig:
-    values = {
-        "random_seed": 1,
-        "sequence_length": 8,
-        "blend": (["unused"], None),
-        "split": "1,0,0",
-        "path_to_cache": str(folder),
-        "tokenizer": tokenizer,
-        "reset_position_ids": False,
-        "reset_attention_mask": False,
-        "create_attention_mask": False,
-        "eod_mask_loss": False,
-    }
+    values = {"random_seed": 1, "sequence_length": 8, "blend": (["unused"], None), "split": "1,0,0"}
+    off = ("reset_position_ids", "reset_attention_mask", "create_attention_mask", "eod_mask_loss")
+    values |= {"path_to_cache": str(folder), "tokenizer": tokenizer, **dict.fromkeys(off, False)}
     return GPTDatasetConfig(**{**values, **changes})
 
 

@@ -96,16 +96,9 @@ HARDWARE = {
     "slow-across": _exchanging(TINY_HARDWARE, 1e9, 3e6),
 }  # fmt: skip
 EXCHANGES = (
-    ("p2p",),
-    ("all_gather",),
-    ("a2a",),
-    ("p2p", "all_gather"),
-    ("p2p", "all_gather", "a2a"),
-    ("a2a", "p2p"),
-    ("a2a+p2p",),
-    ("p2p", "a2a+p2p"),
-    CP_COMM_TYPES,
-)
+    ("p2p",), ("all_gather",), ("a2a",), ("p2p", "all_gather"), ("p2p", "all_gather", "a2a"), ("a2a", "p2p"),
+    ("a2a+p2p",), ("p2p", "a2a+p2p"), CP_COMM_TYPES,
+)  # fmt: skip
 PLACING = (("blocks",), ("a2a", "blocks"), ("p2p", "blocks"), (*CP_COMM_TYPES, "blocks"))
 _MASK_RULES = (
     "causal", "full", "lambda:1,3", "lambda:8,40", "causal_blockwise:4,1", "causal_blockwise:16,2,1",

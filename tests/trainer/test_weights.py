@@ -46,15 +46,9 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 VOCAB_SIZE = 101
 """Odd: TP 2 pads by a row when it loads."""
 SMALL = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("tiny_models.json").read_text())
 """Entries of config.json beside SMALL. Layers with experts and those without them have unlike tensors; of one kind they
 are stacked."""

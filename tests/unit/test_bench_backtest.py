@@ -173,16 +173,8 @@ def test_limits_hold_and_fail_when_a_price_is_doubled() -> None:
     doubled = errors.broken_limits([modelled(run, slower(run.hardware, 2)) for run in runs])
     assert len(doubled) >= len(errors.BF16), doubled
     assert any(line.startswith("dense: the median ratio") for line in doubled)
-    dear = [
-        modelled(
-            run,
-            replace(
-                run.hardware,
-                collective_bandwidth_in_node_bytes_per_s=run.hardware.collective_bandwidth_in_node_bytes_per_s / 2,
-            ),
-        )
-        for run in runs
-    ]
+    name = "collective_bandwidth_in_node_bytes_per_s"
+    dear = [modelled(run, replace(run.hardware, **{name: getattr(run.hardware, name) / 2})) for run in runs]
     assert any("dense" in line for line in errors.broken_limits(dear))
     assert errors.broken_limits([])
     assert "runs, at least" in errors.broken_limits([])[0]

@@ -135,14 +135,8 @@ def test_the_numbers_of_ranks_that_share_experts_are_searched():
     roomy = replace(HARDWARE, hbm_bytes=6 * HARDWARE.hbm_bytes)
     best = sweep(few, replace(JOB, model=shape, hardware=roomy), policies=("dynamic",)).best["dynamic"]
     assert f"EP {best.setting.topology.ep_size}" in best.setting.layout or best.setting.topology.ep_size == 1
-    words = " ".join(
-        flag
-        for group in launch_flags(
-            replace(best.setting, topology=Topology(num_lanes=8, ep_size=4)), model=shape, architecture=None,
-            hardware_name="h100", max_seqlen=64, global_batch_size=2,
-        )
-        for flag in group
-    )  # fmt: skip
+    lines = lines_of(replace(best.setting, topology=Topology(num_lanes=8, ep_size=4)), shape)
+    words = " ".join(flag for line in lines for flag in line)
     assert "--expert-model-parallel-size 4" in words
     assert f"--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size {MODEL.ffn_hidden_size}" in words
 
@@ -260,8 +254,8 @@ def test_as_few_layers_are_recomputed_as_hold_a_limit():
             tight.memory(less).check_limit_fits(setting.max_tokens_per_rank)
     (given,) = settings_of(topology, "block", "dynamic", replace(space, recompute_num_layers=7, limits=(9216,)), tight)
     assert (given.recompute_layers.num_layers, given.layout.split(", ")[-1]) == (7, "block 7 recomputation")
-    lines = launch_flags(given, model=MODEL, architecture=None, hardware_name="h100", max_seqlen=9, global_batch_size=1)
-    assert ("--recompute-granularity full", "--recompute-method block", "--recompute-num-layers 7") in lines
+    expected = "--recompute-granularity full", "--recompute-method block", "--recompute-num-layers 7"
+    assert expected in lines_of(given)
     best = sweep(replace(space, tp_sizes=(4,), pp_sizes=(2,), vp_sizes=(2,)), tight).best["dynamic"].setting
     assert best.recompute_layers.method == "block"
 
@@ -274,8 +268,7 @@ def test_losses_over_chunks_leave_memory_for_tokens():
     assert chunked.max_tokens_per_rank > whole.max_tokens_per_rank
     assert chunked.options().loss_chunk_tokens == 2 * AUTO_CHUNK_TOKENS
     assert chunked.layout == "TP 2, PP 1, 4 lanes, losses over 2048 tokens"
-    given = {"model": MODEL, "architecture": None, "hardware_name": "h100", "max_seqlen": 9, "global_batch_size": 1}
-    flags = [{flag for group in launch_flags(one, **given) for flag in group} for one in (whole, chunked)]
+    flags = [{flag for line in lines_of(one) for flag in line} for one in (whole, chunked)]
     assert [flag for flag in flags[1] - flags[0] if "chunk" in flag] == ["--loss-chunk-tokens 2048"]
 
 
@@ -317,6 +310,11 @@ def test_less_large_groups_leave_memory_for_tokens():
     assert all(size is None or size < 8 for size in sizes)
     assert all(one.max_tokens_per_rank >= 2048 for one in variants(full, SPACE, tight))
     assert variants(full, replace(SPACE, limits=(2048,)), tight) == (replace(full, cp_comm_types=("p2p",)),)
+
+
+def lines_of(setting, model=MODEL):
+    words = {"model": model, "architecture": None, "hardware_name": "h100"}
+    return launch_flags(setting, **words, max_seqlen=9000, global_batch_size=18)
 
 
 def setting_of(topology, limit=2048, **more):
@@ -391,19 +389,9 @@ def parsed(setting, model, architecture, monkeypatch, **more):
     """Return the settings that the trainer makes of a recommended line."""
     from megatron.trainer.flags.arguments import parse_args
 
-    groups = launch_flags(
-        setting,
-        model=model,
-        architecture=architecture,
-        **{
-            "hardware_name": "h100",
-            "max_seqlen": 9000,
-            "global_batch_size": 18,
-            "options": setting.options("thorough"),
-            "data_parallel": OVERLAPPED,
-            **more,
-        },
-    )
+    given = {"hardware_name": "h100", "max_seqlen": 9000, "global_batch_size": 18, "data_parallel": OVERLAPPED}
+    given |= {"options": setting.options("thorough"), **more}
+    groups = launch_flags(setting, model=model, architecture=architecture, **given)
     words = launcher(setting)
     (per_node,) = [int(number) for number in re.findall(r"--nproc-per-node (\d+)", words)]
     nodes = [int(number) for number in re.findall(r"--nnodes (\d+)", words)]
@@ -760,10 +748,7 @@ def test_a_pool_is_tuned_like_any_policy_and_its_line_has_its_flag(capsys: pytes
     assert either.iteration_s <= 1.0001 * evaluate(replace(pool.setting, policy="with-pool"), job).iteration_s
     for point, use in ((pool, "always"), (either, "auto")):
         assert point.peak_bytes <= job.memory(point.setting).available_bytes
-        flags = launch_flags(
-            point.setting, model=MODEL, architecture=None, hardware_name="h100", max_seqlen=60000, global_batch_size=21
-        )
-        assert f"--dynamic-cp-pool {use}" in flags[1]
+        assert f"--dynamic-cp-pool {use}" in lines_of(point.setting)[1]
     mixtral = settings_of(Topology(num_lanes=2, tp_size=2, pp_size=2, sequence_parallel=True), "full", "pool", space,
                           replace(job, model=load_model("mixtral-8x7b")))  # fmt: skip
     assert mixtral.reason == "attention of this model cannot be tasks of a pool"

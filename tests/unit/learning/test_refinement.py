@@ -217,6 +217,15 @@ def test_predictions_are_the_cost_models() -> None:
     assert len(seen) > 20
 
 
+def test_what_nobody_asks_for_any_more_is_forgotten() -> None:
+    coefficients = Coefficients(base=TINY_HARDWARE)
+    for number in range(1, 50):
+        factors = Multipliers(linear=1 + number / 100)
+        coefficients = coefficients.changed(20 * number + 3, factors, oldest=20 * number)
+        assert len(coefficients.changes) <= 2
+        assert coefficients.multipliers(20 * number).linear == (1 + (number - 1) / 100 if number > 1 else 1)
+
+
 def test_unpriced_head_does_not_pass_for_slow_layers() -> None:
     topology = Topology(num_lanes=8, pp_size=4)
     observations = [

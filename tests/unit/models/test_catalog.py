@@ -79,6 +79,20 @@ def config_file(tmp_path, **changes):
     return path
 
 
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [
+        ({"model_type": "qwen2"}, 0),
+        ({"model_type": "qwen2", "use_sliding_window": True}, 1),  # from layer 28 on
+        ({"model_type": "gemma2"}, 15),
+        ({"model_type": "gemma3_text"}, 25),
+    ],
+)
+def test_windows_of_configs_that_leave_out_which_layers_have_them(tmp_path, changes, number):
+    model = catalog.load_model(config_file(tmp_path, num_hidden_layers=29, sliding_window=9, **changes))
+    assert model.num_windowed_layers == number
+
+
 def test_a_hugging_face_config(tmp_path):
     model = catalog.load_model(config_file(tmp_path))
     assert replace(model, source="") == replace(catalog.load_model("llama-3-8b"), source="")
