@@ -1,7 +1,7 @@
 """The planners that ours is compared with: legal plans, honest prices."""
 
 import random
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -30,6 +30,18 @@ def test_0161_as_in_the_frozen_bench():
     assert result.seconds == pytest.approx(59.651723856514, rel=1e-9)  # megatron_0161_s of the frozen bench
     assert result.plan is None
     assert result.note == "5 barriers"
+
+
+def test_flexsp_length_classes_add_the_fewest_tokens(monkeypatch):
+    monkeypatch.setattr(flexsp, "MAX_CLASSES", 3)
+    lengths = [100, 99, 98, 60, 55, 54, 10, 9, 1]
+
+    def added(one, two):
+        classes = lengths[:one], lengths[one:two], lengths[two:]
+        return sum(held[0] * len(held) - sum(held) for held in classes)
+
+    one, two, _ = flexsp._length_classes(samples_of(lengths))
+    assert added(one, one + two) == min(added(*places) for places in combinations(range(1, 9), 2))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from dynamic_cp.decide.cli.parameters import exchanges_tried, trained_hardware
 from dynamic_cp.decide.cli.parameters import load_model as load_as_trained
 from dynamic_cp.decide.sweep import Point, Setting, Space, SweepJob, evaluate, launch_flags, layouts_of, sweep
 from dynamic_cp.decide.sweep.flags import launcher, model_flags
-from dynamic_cp.decide.sweep.search import SHOWN, STATIC_POLICIES
+from dynamic_cp.decide.sweep.search import SHOWN, STATIC_POLICIES, pareto_front
 from dynamic_cp.decide.sweep.space import Refused, settings_of, variants
 from dynamic_cp.decide.tried import EXCHANGES
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
@@ -106,6 +106,14 @@ def test_of_equally_fast_settings_one_is_chosen_for_all_that_is_printed(monkeypa
     found = sweep(few, replace(JOB, batches=JOB.batches[:1]), policies=("dynamic",))
     assert found.num_planned > 2
     assert found.front == (found.best["dynamic"],), "the one that needs least memory"
+
+
+def test_the_front_keeps_what_saves_memory():
+    points = [
+        point_of(setting_of(Topology(num_lanes=1)), (iteration_s - 0.5, iteration_s + 0.5), peak_bytes)
+        for iteration_s, peak_bytes in ((3, 50), (1, 100), (2, 99.5), (2, 80), (2, 90), (4, 50), (1, 120))
+    ]
+    assert [(one.iteration_s, one.peak_bytes) for one in pareto_front(points)] == [(1, 100), (2, 80), (3, 50)]
 
 
 def test_the_dynamic_policy_is_at_least_as_fast_as_the_others(found):

@@ -188,7 +188,7 @@ def every_run(num_layers, pp_size, vp_size):
             yield layers
 
 
-@pytest.mark.parametrize("num_modules", [0, 1])
+@pytest.mark.parametrize("num_modules", [0, 1, 2])
 def test_no_flags_make_the_heaviest_stage_lighter(num_modules):
     looked_at = 0
     for num_layers, pp_size, vp_size in product(range(1, 15), (1, 2, 3, 4, 5), (1, 2, 3)):
