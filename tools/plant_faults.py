@@ -684,6 +684,43 @@ FAULTS = {
     "a calibration moves the biases of experts": Fault(
         "                bias.copy_(values)\n", "                pass\n", f"{EXPERTS} -k no_training"
     ),
+    "an index is taken that another way of reading made": Fault(
+        "if dict(index.request) != dict(request):", "if False:", "tests/unit/data/test_index_cache.py"
+    ),
+    "the identity of data does not see what is learned": Fault(
+        "                        digest.update(is_target.tobytes())\n",
+        "                        pass\n",
+        "tests/unit/data/test_chat.py -k fingerprint",
+    ),
+    "orders of samples go along to every worker": Fault(
+        'return self.__dict__ | {"_orders": {}}', "return self.__dict__", "tests/unit/data/test_stream.py -k pickling"
+    ),
+    "mapped files are looked at before every read": Fault(
+        "if self._dataset is not None and now_s < self._look_again_s:",
+        "if False:",
+        "tests/unit/data/test_indexed.py -k looked_at",
+    ),
+    "a small file is read by a process on every core": Fault(
+        "min(num_usable_cpus(), MAX_PROCESSES, total_bytes // per_process)",
+        "min(num_usable_cpus(), MAX_PROCESSES)",
+        "tests/unit/data/test_token_lengths.py -k number_of_processes",
+    ),
+    "latents are exchanged of a model that has none": Fault(
+        "if all(map(needs_latents, names)) and not kv_lora_rank:", "if False:", "tests/unit/mechanisms"
+    ),
+    "a config that asks for no window gets it": Fault(
+        'config.get("use_sliding_window", not family.asked)',
+        'config.get("use_sliding_window", True)',
+        "tests/unit/models/test_catalog.py -k leave_out",
+    ),
+    "factors that no plan asks for are kept": Fault(
+        "if not in_use or change[0] >= in_use[-1])", "if True)", "tests/unit/learning -k forgotten"
+    ),
+    "a sweep lists settings that save no memory": Fault(
+        "point.peak_bytes < _WORTH_BYTES * front[-1].peak_bytes",
+        "point.peak_bytes < front[-1].peak_bytes",
+        "tests/unit/command/test_sweep.py -k front_keeps",
+    ),
 }
 
 
