@@ -111,7 +111,7 @@ def test_of_equally_fast_settings_one_is_chosen_for_all_that_is_printed(monkeypa
 def test_the_front_keeps_what_saves_memory():
     points = [
         point_of(setting_of(Topology(num_lanes=1)), (iteration_s - 0.5, iteration_s + 0.5), peak_bytes)
-        for iteration_s, peak_bytes in ((3, 50), (1, 100), (2, 99.5), (2, 80), (2, 90), (4, 50), (1, 120))
+        for iteration_s, peak_bytes in ((3, 50), (1, 100), (1.5, 99.5), (2, 80), (2, 90), (4, 50), (1, 120))
     ]
     assert [(one.iteration_s, one.peak_bytes) for one in pareto_front(points)] == [(1, 100), (2, 80), (3, 50)]
 
