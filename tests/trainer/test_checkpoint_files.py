@@ -46,6 +46,17 @@ def test_round_trip(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["iter_0000010", "iter_0000020", files.TRACKER]
 
 
+def test_ranks_divide_the_files_among_themselves(tmp_path):
+    partial = files.begin(str(tmp_path), 10)
+    for number in range(7):
+        (partial / f"__{number}_0.distcp").write_bytes(bytes(100 + number))
+    folder = files.commit(partial, 10, {})
+    content = manifest.read_manifest(folder)
+    shares = [manifest.verify_files(folder, content, share=share, num_shares=3) for share in range(3)]
+    assert sum(shares) == sum(range(100, 107))
+    assert max(shares) <= 3 * 106
+
+
 class _CrashError(RuntimeError):
     pass
 

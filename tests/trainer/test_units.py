@@ -249,6 +249,7 @@ SUMMED = {
 
 def test_the_first_iteration_counts_but_is_not_timed():
     summary = RunSummary()
+    assert summary.describe() == ""
     for elapsed_s in (60.0, 0.5, 0.5):
         summary.add(_record(**SUMMED, elapsed_s=elapsed_s))
     said = summary.describe()

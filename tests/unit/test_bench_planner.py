@@ -10,7 +10,7 @@ from benchmarks.blocks import __main__ as command
 from benchmarks.blocks import ablations, compared, ours, steps
 from benchmarks.blocks.baselines import baselines
 from benchmarks.blocks.rings import Ring, chunked, ring_seconds
-from benchmarks.blocks.setting import H100_NODES, Setting, masked
+from benchmarks.blocks.setting import H100_NODES, PAPER_NODES, Setting, masked
 from benchmarks.planner import h100
 from benchmarks.planner.__main__ import DOCS, SECTIONS, main
 from benchmarks.planner.frozen import frozen_cases, frozen_problem, lengths_of
@@ -139,6 +139,11 @@ def test_double_rings_pass_on_every_key_once_and_hide_slow_links() -> None:
         for ring in (Ring(64), Ring(64, window=8))
     )
     assert double < 0.8 * single
+
+
+def test_links_that_a_node_shares() -> None:
+    assert [PAPER_NODES.across_bytes_per_s(lanes) for lanes in (1, 4, 8)] == [1e10, 1e10, 5e9]
+    assert [H100_NODES.across_bytes_per_s(lanes) for lanes in (1, 8)] == [4e10, 4e10]
 
 
 @pytest.fixture(scope="module")

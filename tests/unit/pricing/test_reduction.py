@@ -9,7 +9,7 @@ import pytest
 
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.edges import Edges, Reduction
+from dynamic_cp.pricing.edges import Edges, Reduction, ddp_bucket_size
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import DataParallel, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, problem_of, samples_of
@@ -33,6 +33,10 @@ def of(reduce_s: float, gather_s: float = 0.0, num_buckets: int = 4, *, hides: b
 )
 def test_what_the_last_backward_pass_hides_by_hand(reduction: Reduction, last_s: float, exposed_s: float) -> None:
     assert reduction.exposed_s(edges(last_s), 10.0) == pytest.approx(exposed_s)
+
+
+def test_bucket_size_does_not_follow_the_lanes_of_a_static_group() -> None:
+    assert [ddp_bucket_size(*sizes) for sizes in ((16, 1), (128, 1), (128, 4))] == [40_000_000, 128_000_000, 40_000_000]
 
 
 def test_parameters_are_awaited_by_the_first_forward_pass() -> None:
