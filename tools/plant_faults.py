@@ -726,6 +726,17 @@ FAULTS = {
         "1_000_000 * num_lanes",
         "tests/unit/pricing/test_reduction.py -k static_group",
     ),
+    "workers free what they have inherited": Fault(
+        "    os.register_at_fork(after_in_child=gc.freeze)\n", "", "tests/distributed/test_prefetch.py -k garbage"
+    ),
+    "times of all steps are kept": Fault(
+        "deque(maxlen=keep_steps)", "deque()", "tests/distributed/test_bucket_times.py -k latest"
+    ),
+    "masks of items are left out where none are looked for": Fault(
+        "        if not self._has_masks:\n            raise",
+        "        if False:\n            raise",
+        "tests/distributed/test_probing.py -k masks_that_cannot_be",
+    ),
     "a sweep lists settings that save no memory": Fault(
         "point.peak_bytes < _WORTH_BYTES * front[-1].peak_bytes",
         "point.peak_bytes < front[-1].peak_bytes",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from dynamic_cp.errors import DisagreementError
 from dynamic_cp.learning.observations import Observation
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Bucket, MicroBatch, Plan
@@ -271,7 +272,27 @@ def test_events_are_waited_for_after_the_step_only(monkeypatch: pytest.MonkeyPat
     assert 0 < min(seconds) <= sum(seconds) < duration_s
 
 
-def trivial_step(device: str) -> tuple[BucketTimes, Callable[[Callable[..., Any]], None]]:
+def gather_unequal() -> tuple[int, str]:
+    times, step = trivial_step("cpu", keep_steps=2)
+    for _ in range(3):
+        step(times.forward_step)
+        times.end_step()
+    num_kept = sum(map(len, times._steps))
+    if dist.get_rank() == 0:
+        times._steps.clear()
+    with pytest.raises(DisagreementError) as caught:
+        times.gather()
+    return num_kept, str(caught.value)
+
+
+def test_only_the_latest_steps_are_kept_and_ranks_must_agree() -> None:
+    (num_kept, said), other = run_ranks(2, gather_unequal, timeout_s=60)
+    assert (num_kept, said) == other
+    assert num_kept == 2
+    assert "ranks timed 0 to 2 micro-batches" in said
+
+
+def trivial_step(device: str, **options: Any) -> tuple[BucketTimes, Callable[[Callable[..., Any]], None]]:
     """Return times of a model that does nearly nothing, and what runs one micro-batch of 32 sequences through it."""
 
     class Params:
@@ -289,10 +310,8 @@ def trivial_step(device: str) -> tuple[BucketTimes, Callable[[Callable[..., Any]
         output, loss_func = timed_forward_step(iter([{"packed_seq_params": Params}]), model)
         loss_func(output)[0].backward()
 
-    times = BucketTimes(
-        [model], stage=0, lane=0, device=torch.device(device), shape=TINY_MODEL, forward_step=forward_step
-    )
-    return times, step
+    options |= {"shape": TINY_MODEL, "forward_step": forward_step}
+    return BucketTimes([model], stage=0, lane=0, device=torch.device(device), **options), step
 
 
 @pytest.mark.parametrize(

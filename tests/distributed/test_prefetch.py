@@ -1,5 +1,6 @@
 """Packing in worker processes: the same packs, and an end that waits for nobody."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -52,6 +53,17 @@ def fail_on_12(sample_id: int) -> SampleTokens:
     if sample_id == 17:
         raise KeyError("a bug")
     return read(sample_id)
+
+
+def test_workers_leave_garbage_of_the_training_process_alone() -> None:
+    def read_where_it_is_kept(sample_id: int) -> SampleTokens:
+        assert gc.get_freeze_count(), "freeing a CUDA event of the other process would kill this one"
+        return read(sample_id)
+
+    packer = Packer(read_where_it_is_kept, num_workers=2)
+    packer.submit(plan_of(5, 0))
+    assert packer.take().columns.any()
+    packer.close()
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])

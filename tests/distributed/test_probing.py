@@ -229,6 +229,19 @@ def masked_batch(unfit, has_masks):
         return str(error)
 
 
+@pytest.mark.parametrize(
+    ("unfit", "has_masks", "said"),
+    [
+        (7, True,
+         "item 7 cannot have the mask shared_question:50,60: prompt and answers have 110 tokens, the sample 1"),
+        (None, False, "item 0 has a mask, ProbedSamples(..., has_masks=False) looks for none: set it to True"),
+    ],
+)  # fmt: skip
+def test_masks_that_cannot_be_are_the_same_error_on_all_ranks(unfit, has_masks, said):
+    (message,) = set(run_ranks(2, masked_batch, unfit, has_masks, timeout_s=60))
+    assert said in message
+
+
 def test_masks_of_items_are_known_everywhere():
     (found, read), other = run_ranks(2, masked_batch, None, True, timeout_s=60)
     assert found == tuple(Sample(sample_id=i, seqlen=1 + i % 7, mask=FULL if i % 3 == 0 else None) for i in range(30))
