@@ -487,7 +487,9 @@ FAULTS = {
         TICKS,
     ),
     "no static packing is tried": Fault(
-        "found += self._better_static(min(one.makespan_ns for one in found))", "found += []", PROMISES
+        "found += self._better_static(min((one.makespan_ns for one in found), default=best_ns))",
+        "found += []",
+        PROMISES,
     ),
     "the layers' edges are swapped": Fault(
         "return virtual == 0, virtual == pp_size * vp_size - 1",
