@@ -197,7 +197,7 @@ def _draw_mfu(panel: Axes, points: Sequence[KneePoint], theme: Theme) -> None:
             panel.plot(
                 [point.seqlen for point in marked], [100 * point.mfu for point in marked], linestyle="none",
                 marker="o", markersize=4.5, color=theme.muted, markerfacecolor=face, markeredgewidth=0.6,
-                label=f"{cp_size}" if fits else None, clip_on=False,
+                label=f"{cp_size}" if fits else None,
             )  # fmt: skip
     seqlens = sorted({point.seqlen for point in points})
     best = {seqlen: [point.mfu for point in points if point.seqlen == seqlen and point.fits] for seqlen in seqlens}

@@ -104,7 +104,7 @@ def drawn_texts(figure, monkeypatch):
     return found
 
 
-@pytest.mark.by_day(*(f"{name}-True" for name in ("usual gantt", "tiles-many", "parts", "agreement")))
+@pytest.mark.by_day(*(f"{name}-True" for name in ("usual gantt", "tiles-many", "parts", "agreement", "knee")))
 @pytest.mark.parametrize("is_narrow", [True, False])
 @pytest.mark.parametrize(("case", "kind"), [one for _, one in ALL], ids=[name for name, _ in ALL])
 def test_no_text_collides_or_leaves_the_picture(case, kind, is_narrow, monkeypatch):
