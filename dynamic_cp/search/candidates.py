@@ -155,7 +155,7 @@ class Search:
         if policy == "dynamic":
             found = [*self._dynamic(best_ns)]
             found += self._megatron_dev(min((one.makespan_ns for one in found), default=best_ns))
-            found += self._better_static(min((one.makespan_ns for one in found), default=best_ns))
+            found += self._better_static(min((one.makespan_ns for one in found), default=best_ns or 0))
             yield from found
             yield from self._shortened(found)
         elif policy == "megatron-dev":
