@@ -878,9 +878,11 @@ def test_the_example_fine_tunes_and_goes_back(example, monkeypatch, capfd):
     run_dir, commands = example
     for program, *words in commands:
         if program == "torchrun":
-            flags = " ".join(words[3:]).replace("FLAGS OF THE MODEL", flags_of(run_dir / "imported"))
+            num_ranks = int(words[words.index("--nproc-per-node") + 1])
+            flags = " ".join(words[words.index("pretrain_gpt.py") + 1 :])
+            flags = flags.replace("FLAGS OF THE MODEL", flags_of(run_dir / "imported"))
             shorter = "--train-iters 6 --lr-warmup-iters 0 --lr-decay-iters 30 --num-workers 1 --eval-iters 0"
-            found = train(int(words[1]), flags, shorter, "")
+            found = train(num_ranks, flags, shorter, "")
             assert {size for record in found.values() for size in record.cp_histogram} == {1, 2, 4}
         elif words[0] == "-m":
             assert words[1] == "dynamic_cp.decide.cli"
