@@ -4,6 +4,7 @@ one."""
 
 import ctypes
 import functools
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -47,6 +48,7 @@ class ForkedPlanner:
 
 
 def _plan(words: Sequence[str]) -> None:
+    gc.freeze()  # process groups of the rank may be garbage: to free them here, without their threads, is a crash
     ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME)
     sys.argv = ["-c", *words]
     planner_process.main()
