@@ -516,6 +516,21 @@ def faults() -> Notes:
                 chain()
             noticed[name] = "UnderWay"
 
+        def beside_a_chain(numbers: list[int]) -> None:
+            with FakeGPU():
+                total = torch.zeros(4, 2, device=device)
+                of_chain, ours = (packs.to_device(np.array(one), device) for one in ([0, 1], numbers))
+                chain = layer_pass.begin_chain(lambda: total[:, :1].index_fill_(0, of_chain, 1.0), device)
+                total[:, 1:].zero_()
+                total.index_select(0, ours)
+                chain.wait()
+                total.sum()
+
+        beside_a_chain([2, 3])
+        with pytest.raises(UnderWay, match=r"index_select.* reads what another stream still writes"):
+            beside_a_chain([1, 2])
+        noticed["rows that a chain still writes"] = "UnderWay"
+
         order = patch(collectives, "row_order", lambda params, device: torch.arange(8 * len(params.positions)))
         notice("an index left on the host", (FakeTensorDeviceMismatchError, HostWaits), "cpu", order, gather)
 
@@ -537,7 +552,7 @@ def faults() -> Notes:
             dist.all_reduce(torch.ones(1))
         noticed["a collective of the host's memory"] = "NotForNCCL"
         attend(ring)
-    assert len(noticed) == 14
+    assert len(noticed) == 15
     return {"noticed": noticed}
 
 

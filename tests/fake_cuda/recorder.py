@@ -2,7 +2,8 @@
 
 A stream that waits for an operation, for another stream or an event has then waited for all that these had. Until the
 current stream has waited for an operation, nobody may use what it receives, nor write to what it sends; until it has
-waited for another stream, nobody may use what that one wrote.
+waited for another stream, nobody may use what that one wrote. Rows of a tensor count by themselves where an operator
+has their numbers from the host.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.fake_cuda.nccl import Call, Clock, Communicator, HostWait, Message
@@ -35,6 +38,45 @@ class _Transfer(NamedTuple):
     memory: StorageWeakRef
 
 
+class Indexed(NamedTuple):
+    """That an operator uses only some places of a dimension of `tensor`; `numbers` are int64."""
+
+    tensor: torch.Tensor
+    dim: int
+    numbers: NDArray[np.int64]
+
+
+class _Part(NamedTuple):
+    """Elements of a storage: those of a tensor, or with `numbers` only some of its dimension `dim`."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    itemsize: int
+    dim: int = -1
+    numbers: bytes = b""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, indexed: Indexed | None) -> _Part:
+        whole = cls(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.element_size())
+        if indexed is None or indexed.tensor is not tensor:
+            return whole
+        return whole._replace(dim=indexed.dim % tensor.dim(), numbers=indexed.numbers.tobytes())
+
+    def is_all_of(self, storage: torch.UntypedStorage) -> bool:
+        return self.dim < 0 and int(np.prod(self.size)) * self.itemsize == storage.nbytes()
+
+    def overlaps(self, other: _Part) -> bool:
+        return self.itemsize != other.itemsize or len(np.intersect1d(self._elements(), other._elements())) > 0
+
+    def _elements(self) -> NDArray[np.int64]:
+        found = np.array([self.offset])
+        for dim, (size, stride) in enumerate(zip(self.size, self.stride, strict=True)):
+            places = np.frombuffer(self.numbers, np.int64) if dim == self.dim else np.arange(size)
+            found = np.add.outer(found, places * stride).reshape(-1)
+        return found
+
+
 class Recorder:
     """One rank's.
 
@@ -48,7 +90,8 @@ class Recorder:
         self.calls: list[Call | HostWait] = []
         self._numbers: dict[Communicator, int] = defaultdict(int)
         self._clocks: dict[Any, dict[Any, int]] = defaultdict(dict)  # of communicators, and of other streams
-        self._written: dict[int, tuple[Any, int]] = {}  # storage -> which stream wrote to it, and its number of that
+        # Storage -> which stream wrote to what part of it, and its last number of that.
+        self._written: dict[int, dict[tuple[Any, _Part], int]] = {}
         self._num_written: dict[Any, int] = defaultdict(int)
         self._any: dict[Communicator, int] = {}
         self._ends: dict[int, tuple[Communicator, int, Clock]] = {}  # and what the stream had waited for that began it
@@ -86,26 +129,42 @@ class Recorder:
                 memory = StorageWeakRef(tensor.untyped_storage())  # kept, so that the address is not used again
                 self._under_way[memory.cdata].append(_Transfer(name, receives, work, memory))
 
-    def check_use(self, what: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+    def check_use(
+        self,
+        what: str,
+        read: Iterable[torch.Tensor],
+        written: Iterable[torch.Tensor],
+        indexed: Indexed | None = None,
+    ) -> None:
         """Assert that the current stream has waited for all that it reads to be received and all it writes to be sent.
 
         Raises:
             UnderWay: it has not."""
+        stream = torch.cuda.current_stream()
+        waited = self._clocks[stream]
         for writes, tensors in ((False, read), (True, written)):
             for tensor in tensors:
                 key = tensor.untyped_storage()._cdata
                 if key in self._under_way:
                     self._check_memory(what, key, writes)
-                stream, (writer, number) = torch.cuda.current_stream(), self._written.get(key, (None, 0))
-                if writer not in (None, stream) and self._clocks[stream].get(writer, 0) < number:
-                    raise UnderWay(f"{what} {'writes' if writes else 'reads'} what another stream still writes")
+                for (writer, part), number in self._written.get(key, {}).items():
+                    if writer is stream or waited.get(writer, 0) >= number:
+                        continue
+                    if part.overlaps(_Part.of(tensor, indexed)):
+                        raise UnderWay(f"{what} {'writes' if writes else 'reads'} what another stream still writes")
 
-    def writes(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Remember that the current stream makes these tensors, or writes to them."""
+    def writes(
+        self, made: Iterable[torch.Tensor], written: Iterable[torch.Tensor], indexed: Indexed | None = None
+    ) -> None:
+        """Remember that the current stream makes tensors, or writes to them: `check_use` has let it."""
         stream = torch.cuda.current_stream()
         self._num_written[stream] += 1
-        for tensor in tensors:
-            self._written[tensor.untyped_storage()._cdata] = stream, self._num_written[stream]
+        known = {tensor.untyped_storage()._cdata for tensor in written}
+        for tensor in (*(one for one in made if one.untyped_storage()._cdata not in known), *written):
+            storage, part = tensor.untyped_storage(), _Part.of(tensor, indexed)
+            if storage._cdata not in known or part.is_all_of(storage):
+                self._written[storage._cdata] = {}  # who waits for this has waited for what was there before
+            self._written.setdefault(storage._cdata, {})[stream, part] = self._num_written[stream]
 
     def _check_memory(self, what: str, key: int, writes: bool) -> None:
         waited = self._clocks[torch.cuda.current_stream()]

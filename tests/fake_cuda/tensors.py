@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import (
@@ -37,10 +39,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.fake_cuda.recorder import Recorder
+from tests.fake_cuda.recorder import Indexed, Recorder
 
 aten = torch.ops.aten
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+BY_NUMBERS = (
+    aten.index_select.default,
+    aten.index_copy_.default,
+    aten.index_add_.default,
+    aten.index_fill_.int_Scalar,
+)
+"""Operators on a tensor that use the places of a dimension whose numbers are in another."""
 FLASH = (aten._flash_attention_forward.default, aten._flash_attention_backward.default)
 
 
@@ -155,8 +164,9 @@ class FakeGPU(TorchDispatchMode):
         if func is aten.record_stream.default:
             return None
         written = [] if func.is_view else _written(func, args, kwargs)
+        indexed = _indexed(args) if func in BY_NUMBERS else None
         if Recorder.current is not None and not func.is_view:
-            Recorder.current.check_use(str(func), fakes, written)
+            Recorder.current.check_use(str(func), fakes, written, indexed)
         to_host = self._copies(func, args, kwargs)
         if to_host is not None:
             return to_host
@@ -171,7 +181,8 @@ class FakeGPU(TorchDispatchMode):
             raise HostWaits(f"no answer can stand for what {func} needs") from error
         new = [] if func.is_view else [tensor for tensor in tree_leaves(made) if isinstance(tensor, FakeTensor)]
         if Recorder.current is not None and new + written:
-            Recorder.current.writes(new + written)
+            Recorder.current.writes(new, written, indexed)
+        _keep_numbers(func, tensors, made, written)
         for tensor in new:
             width = tensor.shape[-1] if tensor.dim() > 1 else 0
             self.most_rows[width] = max(self.most_rows[width], tensor.numel() // max(width, 1))
@@ -252,6 +263,30 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor)]
     return found
+
+
+_numbers: dict[int, tuple[StorageWeakRef, Tensor]] = {}  # storage -> what was copied to it from the host; see `_pinned`
+
+
+def _keep_numbers(func: Any, tensors: Sequence[Tensor], made: Any, written: Sequence[Tensor]) -> None:
+    """Remember the values of whole numbers that come from the host, until something else is written there."""
+    for tensor in written:
+        _numbers.pop(tensor.untyped_storage()._cdata, None)
+    if func in (aten._to_copy.default, aten._to_copy) and isinstance(made, FakeTensor) and made.dtype == torch.int64:
+        (source,) = tensors
+        if not isinstance(source, FakeTensor):
+            reference = StorageWeakRef(made.untyped_storage())
+            _numbers[reference.cdata] = reference, source.contiguous().view(-1).long().clone()
+
+
+def _indexed(args: Sequence[Any]) -> Indexed | None:
+    """Return what places an operator uses of its first argument; None if nothing is known of them."""
+    tensor, dim, index = args[:3]
+    if not isinstance(index, FakeTensor) or index.untyped_storage()._cdata not in _numbers:
+        return None
+    _, values = _numbers[index.untyped_storage()._cdata]
+    numbers: NDArray[np.int64] = values.as_strided(index.shape, index.stride(), index.storage_offset()).numpy()
+    return Indexed(tensor, dim, numbers)
 
 
 _pinned: dict[int, StorageWeakRef] = {}  # a reference that is kept keeps the address from being used again

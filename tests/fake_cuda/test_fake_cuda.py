@@ -131,7 +131,7 @@ def test_a_pass_of_post_training_waits_for_counts_only(results: dict[str, Any], 
 
 @pytest.mark.parametrize("case", ["faults are noticed"])
 def test_faults_are_noticed(results: dict[str, Any], case: str) -> None:
-    assert len(notes_of(results, case)["noticed"]) == 14
+    assert len(notes_of(results, case)["noticed"]) == 15
 
 
 @pytest.mark.parametrize("case", ["calibration"])
