@@ -78,8 +78,8 @@ def notes_of(results: dict[str, Any], case: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", ["attention with flash", pytest.param(FIRST_LANE, marks=pytest.mark.nightly)])
 def test_attention_stays_on_its_device_and_never_waits(results: dict[str, Any], case: str) -> None:
     notes = notes_of(results, case)
-    assert notes["calls"] > 3000
-    assert notes["transfers"] > 300
+    assert notes["calls"] > 2000
+    assert notes["transfers"] > 200
     assert notes["messages"] > 40
 
 
@@ -88,14 +88,14 @@ def test_a_run_waits_only_where_it_is_known_to(results: dict[str, Any], case: st
     of_ranks = [notes for name, notes in notes_of(results, case).items() if name.startswith("rank")]
     assert of_ranks
     for notes in of_ranks:
-        assert notes["calls"] > 3000
+        assert notes["calls"] > 2000
         assert notes["transfers of the last step"]
 
 
 @pytest.mark.parametrize("case", cases())
 def test_nccl_gets_through_and_notices_two_collectives_that_are_swapped(results: dict[str, Any], case: str) -> None:
     notes = notes_of(results, case)["nccl"]
-    assert notes["calls"] > 300
+    assert notes["calls"] > 200
     assert notes["swaps"] >= 6
     assert notes["communicators"] == (BY_DAY | EACH_NIGHT)[case]
 
