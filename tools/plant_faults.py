@@ -800,7 +800,19 @@ def import_what_stays() -> None:
     module.install()
     for name in STAYS:
         importlib.import_module(name)
+    for name in modules_with_faults():
+        del sys.modules[name]
     gc.freeze()
+
+
+def modules_with_faults() -> list[str]:
+    """Return the modules that are imported of the code that gets faults: torch imports what this gives torchrun."""
+    files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+    return [
+        name
+        for name, file in files.items()
+        if file is not None and name.partition(".")[0] in CODE and not name.startswith("megatron.core")
+    ]
 
 
 def first_failure(tests: str, root: Path) -> str | None:
