@@ -405,7 +405,8 @@ CHUNK = "--loss-chunk-tokens 48"
 def test_losses_are_those_of_a_run_without_chunks(extra):
     plain, chunked = (losses(train(2, CHUNKED_RUN, extra, more)) for more in ("", CHUNK))
     assert chunked[0] == plain[0]
-    assert chunked == pytest.approx(plain, rel=1e-6)
+    # Weights of bf16 round a sum's last digits up or down: six sizes of chunks are up to 1.5e-6 off, on either side.
+    assert chunked == pytest.approx(plain, rel=3e-6 if "--bf16" in extra else 1e-6)
 
 
 @pytest.mark.nightly
