@@ -287,7 +287,7 @@ def test_a_first_day_goes_through_and_goes_on(
     page = (tmp_path / "day" / "report.md").read_text()
     for name, what in PARTS.items():
         assert re.search(rf"\| {name} \| {what} \| ok \| \d+ \|", page)
-    seconds, factor = r"[\d.]+ m?s \| [\d.]+ m?s \| [\d.]+ \|", r"[\d.]+ times \| [\d.]+ times \| [\d.]+ \|"
+    seconds, factor = r"[\d.]+\sm?s \| [\d.]+\sm?s \| [\d.]+ \|", r"[\d.]+ times \| [\d.]+ times \| [\d.]+ \|"
     assert re.search(rf"\| a step with static CP {num_ranks} \| {seconds}", page)
     assert re.search(rf"\| a step with dynamic CP \| {seconds}", page)
     assert re.search(rf"\| dynamic CP is faster \| {factor}", page)
