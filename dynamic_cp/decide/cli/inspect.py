@@ -13,7 +13,7 @@ from dynamic_cp.decide.cli.options import Argument, Names, json_option, option, 
 from dynamic_cp.decide.cli.parameters import KINDS, SET, check_name
 from dynamic_cp.decide.cli.tables import can_draw, console, make_table, progress
 from dynamic_cp.decide.files import STDOUT, check_suffix, check_writable, write_json, write_text
-from dynamic_cp.decide.length_files import is_pipe, name_of, piped_bytes
+from dynamic_cp.decide.length_files import is_pipe, name_of, piped_bytes, read_lengths
 from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.models.hardware_numbers import KIND_OF
@@ -41,7 +41,6 @@ def check(plan: str, lengths: str | None) -> None:
 
     If not, the exit status is 2 and the message points at the place that is wrong.
     """
-    from dynamic_cp.decide.length_files import read_lengths
     from dynamic_cp.plans.serialize import digest, format_cp_sizes, loads
     from dynamic_cp.plans.validate import check_plan
 

@@ -16,7 +16,17 @@ from dynamic_cp.decide.cli.tables import Progress, can_draw, console, heading, n
 from dynamic_cp.decide.files import STDOUT, check_apart, check_writable, write_json, write_text
 from dynamic_cp.decide.stage_splits import in_words
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError, did_you_mean
-from dynamic_cp.types import STATIC_POLICIES, Hardware, Plan, PlannedBatch, PoolUse, Problem, Topology, counted
+from dynamic_cp.types import (
+    POOL_POLICIES,
+    STATIC_POLICIES,
+    Hardware,
+    Plan,
+    PlannedBatch,
+    PoolUse,
+    Problem,
+    Topology,
+    counted,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,7 +88,6 @@ def command(
     with progress("planning") as steps:
         steps(0, 3, "lengths")
         from dynamic_cp.search.search import POLICIES
-        from dynamic_cp.types import POOL_POLICIES
 
         known = (*POLICIES, *POOL_POLICIES)
         if policy not in known:
