@@ -162,7 +162,8 @@ class StagePrices:
             cp_size, link: of the group.
             is_level: with experts that other lanes share, whose block has as many tokens on every lane.
         """
-        return self.rows(of, cp_size, link)[is_level]
+        own, level, _ = self.rows(of, cp_size, link)
+        return level if is_level else own
 
     def rows(self, of: Attention, cp_size: int, link: int) -> tuple[_Terms, _Terms, _Terms]:
         """Return `terms`, the same with `is_level`, and those of the least that a bucket takes, whatever other lanes of

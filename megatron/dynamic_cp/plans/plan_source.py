@@ -100,7 +100,7 @@ class PlanSource:
         """Return the plan of `step`, which was requested. Every rank takes every step, in the same order, with a
         collective of all ranks between two of them (a plan is removed when the next one is taken). Raises
         DynamicCPError: there is no plan, the same error on every rank; or this rank could not get it."""
-        outcome = self._wait_for(step, time.monotonic())
+        outcome = self._wait_for(step)
         if self._planner is not None and self._taken is not None:
             self._planner.discard(self._key(self._taken))
         self._taken = step
@@ -126,7 +126,8 @@ class PlanSource:
     def _key(self, step: int) -> str:
         return f"{self._prefix}/{step}"
 
-    def _wait_for(self, step: int, started_s: float) -> LanePlan | DynamicCPError:
+    def _wait_for(self, step: int) -> LanePlan | DynamicCPError:
+        started_s = time.monotonic()
         limit_s = self._timeout_s + job_store().timeout.total_seconds()  # some more for the static plan
         while True:
             with self._arrived:

@@ -227,7 +227,6 @@ class LaneRows:
 
 
 def lane_rows(params: DynamicPackedSeqParams, device: torch.device) -> LaneRows:
-
     def make() -> LaneRows:
         index = LaneIndex.of(params)
         return LaneRows(_table(params), index if index.num_lanes > 1 else None, device)
