@@ -284,13 +284,13 @@ def test_an_index_that_is_cut_under_way_is_found_by_the_lane_that_reads_it(tmp_p
     real = StoredDocuments.read
 
     def read(self, document, start, stop):
-        if document == 17:
-            os.truncate(self._index.path, 3000)
+        if document == 17:  # one byte: the other lane may be reading, and a page that goes would kill it
+            os.truncate(self._index.path, self._index.size_bytes - 1)
         return real(self, document, start, stop)
 
     monkeypatch.setattr(StoredDocuments, "read", read)
     message = _fails(monkeypatch, BASE, "--global-batch-size 40 --split 1,0,0 --data-path", str(tmp_path))
-    assert "the index of the data, has 3000 bytes and had" in message
+    assert re.search(r"the index of the data, has (\d+) bytes and had (\d+) when this run began", message)
 
 
 def _cut(whole: bytes) -> bytes:
