@@ -90,11 +90,11 @@ bench: $(READY)
 bench-planner: $(READY)
 	$(BIN)/python -m benchmarks.planner
 
-# Compares placed attention with every other way to share attention out (modelled) and writes the tables of docs/figures/blocks.md.
+# Compares placed attention with every other way to share attention out (modelled) and writes the tables of docs/figures/attention.md.
 bench-blocks: $(READY)
 	$(BIN)/python -m benchmarks.blocks
 
-# Compares attention in a pool of all stages with every other way (modelled) and writes the tables of docs/figures/disaggregated.md.
+# Compares attention in a pool of all stages with every other way (modelled) and writes the tables of docs/figures/attention.md.
 bench-disaggregated: $(READY)
 	$(BIN)/python -m benchmarks.disaggregated
 

@@ -76,7 +76,7 @@ FEATURES = (
         "checkpoints", "how-to/operate.md#resume", r"/checkpoints/|test_(checkpoint|async_save|interchange|safe_load)"
     ),
     Feature("endings and faults", "how-to/operate.md#when-something-fails", r"/ending/|/faults/"),
-    Feature("the trainer's loop", "quick-start.md#train-see-it-run", r"trainer/(loop|setup|reporting)/|test_training"),
+    Feature("the trainer's loop", "index.md#train-see-it-run", r"trainer/(loop|setup|reporting)/|test_training"),
     Feature(
         "the command dynamic-cp", "command.md", r"decide/(cli|comparison|sweep|report|bounds)/|unit/(command|report)/"
     ),
@@ -89,8 +89,8 @@ FEATURES = (
     ),
     Feature("loops with an own iterator", "how-to/other-loops.md", r"/foreign/|foreign"),
     Feature("PyTorch, Hugging Face, TRL", "how-to/other-loops.md", r"/outside/|outside|test_trainers"),
-    Feature("post-training", "how-to/post-training.md", r"post_training"),
-    Feature("published weights, adapters", "weights.md", r"weights/|test_weights|adapters"),
+    Feature("post-training", "how-to/fine-tune.md#post-training", r"post_training"),
+    Feature("published weights, adapters", "how-to/fine-tune.md", r"weights/|test_weights|adapters"),
 )
 LEAVES = (
     "dynamic_cp/decide/",

@@ -1,4 +1,4 @@
-"""Placed attention beside every other way to share attention out: the tables of docs/figures/blocks.md.
+"""Placed attention beside every other way to share attention out: the tables of docs/figures/attention.md.
 
     make bench-blocks                                   # everything, minutes on 2 cores
     python -m benchmarks.blocks --only steps            # some tables
@@ -123,9 +123,9 @@ def window_tables(rows: Sequence[Row]) -> dict[str, str]:
 def write(output: Path, tables: dict[str, str]) -> None:
     """Print the first table and write all into the page in `output`; other tables keep what they had."""
     print(next(iter(tables.values())), "\n", flush=True)
-    page = output / "figures" / "blocks.md"
+    page = output / "figures" / "attention.md"
     page.parent.mkdir(parents=True, exist_ok=True)
-    text = (page if page.exists() else DOCS / "figures" / "blocks.md").read_text(encoding="utf-8")
+    text = (page if page.exists() else DOCS / "figures" / "attention.md").read_text(encoding="utf-8")
     page.write_text(inserted(text, tables), encoding="utf-8")
 
 

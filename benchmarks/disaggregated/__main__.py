@@ -1,4 +1,4 @@
-"""Disaggregated attention beside everything else: the tables of docs/figures/disaggregated.md.
+"""Disaggregated attention beside everything else: the tables of docs/figures/attention.md.
 
     make bench-disaggregated                            # everything, below ten CPU minutes
     python -m benchmarks.disaggregated --only scheduler # some tables
@@ -80,9 +80,9 @@ def tables_of(section: str, quick: bool) -> dict[str, str]:
 def write(output: Path, tables: dict[str, str]) -> None:
     """Print the first table and write all into the page in `output`; other tables keep what they had."""
     print(next(iter(tables.values())), "\n", flush=True)
-    page = output / "figures" / "disaggregated.md"
+    page = output / "figures" / "attention.md"
     page.parent.mkdir(parents=True, exist_ok=True)
-    text = (page if page.exists() else DOCS / "figures" / "disaggregated.md").read_text(encoding="utf-8")
+    text = (page if page.exists() else DOCS / "figures" / "attention.md").read_text(encoding="utf-8")
     page.write_text(inserted(text, tables), encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """The pool of a plan as text: for files, beside the micro-batches, and for each server, what it does in every tick.
 
 `plans.serialize` writes the first; the second travels to the servers. A programme's numbers are small and repeat from
-tick to tick, so their JSON is compressed (docs/figures/disaggregated.md has its bytes). With model chunks a server does
+tick to tick, so their JSON is compressed (docs/figures/attention.md has its bytes). With model chunks a server does
 the same in several ticks: that is there once, and other ticks have its number.
 """
 

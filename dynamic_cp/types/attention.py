@@ -88,7 +88,7 @@ def exchanges_of(
     """Return the mechanisms that `wanted`, a value of --cp-comm-type, allows: with AUTO those that serve the whole job.
 
     AUTO places attention only where samples have masks or layers have windows: on causal data it gained 0.5% of a step
-    at most (docs/figures/blocks.md), and the room for fetched keys would be taken from tokens.
+    at most (docs/figures/attention.md), and the room for fetched keys would be taken from tokens.
 
     Args:
         may_be_placed: False where the tokens of a bucket must stay on the lanes of one CP group.

@@ -75,4 +75,4 @@ def test_the_page_has_a_place_for_every_table(row: Row, tmp_path: Path, monkeypa
     for section in command.SECTIONS:
         tables |= command.tables_of(section, quick=True)
     command.write(tmp_path, tables)
-    assert_has_places(tmp_path / "figures" / "disaggregated.md", tables)
+    assert_has_places(tmp_path / "figures" / "attention.md", tables)

@@ -209,5 +209,5 @@ def test_the_page_has_a_place_for_every_table(cells: list[Row], step: Row, tmp_p
     assert windows["with_s"] <= windows["without_s"]
     tables |= command.window_tables([windows])
     command.write(tmp_path, tables)
-    assert_has_places(tmp_path / "figures" / "blocks.md", tables)
+    assert_has_places(tmp_path / "figures" / "attention.md", tables)
     assert tables["blocks-cells"].count("\n") == 1 + len(cells)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_table_explains_every_flag_of_make_train() -> None:
     script = (ROOT / "examples" / "train_cpu.sh").read_text(encoding="utf-8")
     command = script[script.index("torchrun") :]
-    page = (ROOT / "docs" / "quick-start.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     table = [line for line in page.splitlines() if line.startswith("| `--")]
     explained = " ".join(line.split("|")[1] for line in table)
     flags = set(re.findall(r"(?<!\S)--[a-z][\w-]*", command))
@@ -57,7 +57,7 @@ def test_logs_on_pages_are_those_that_runs_write() -> None:
     texts = sorted(((num, text) for num, text in texts_of_the_sources() if num >= 5), key=lambda one: -one[0])
     logs = {
         "README.md": 13,  # parts
-        "docs/quick-start.md": 24,
+        "docs/index.md": 24,
         "docs/how-to/megatron-lm.md": 14,
         "docs/how-to/data.md": 1,
         "docs/how-to/operate.md": 2,
