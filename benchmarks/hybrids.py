@@ -25,11 +25,11 @@ from math import inf
 
 from dynamic_cp.decide.cli.parameters import exchanges_tried
 from dynamic_cp.decide.comparison.job import SweepJob
+from dynamic_cp.decide.config_json import hugging_face
 from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.sweep import Point, Space, evaluate, sweep
 from dynamic_cp.decide.sweep.evaluate import fastest_first
 from dynamic_cp.decide.workloads import draw_lengths
-from dynamic_cp.models import hugging_face
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import (

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from benchmarks.planner.problem import Problem
 from benchmarks.planner.report import percent, table
 from dynamic_cp import types
+from dynamic_cp.decide.config_json.hugging_face import model_shape
 from dynamic_cp.decide.sent import sent_by_plan
 from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.mechanisms.transfers import lanes_in_one_node
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.models.hugging_face import model_shape
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import ACROSS_NODES, CP_COMM_TYPES, IN_NODE, UNPLACED, PlanOptions, Topology, needs_latents
 

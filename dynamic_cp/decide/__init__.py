@@ -3,10 +3,10 @@
 A leaf: it imports the planner, and neither planner nor runtime import it. Read in this order: `length_formats` and
 `length_files` (lengths in files of any kind, and pipes), `distribution` (lengths to draw, and what given ones are
 like), `workloads` (by name), `given_batches` (of a file), `mask_rules` (masks by length), `bounds` (what no plan can
-beat, and the exact search of tiny batches), `sent` (bytes that a plan sends), `plan_in_memory` (with a limit of tokens
-that memory holds), `longer_alone` (with samples above it), `plan_arrays` (for loops of any kind), `stage_splits` (how
-layers are shared out), `setting` (one way to lay out and plan a job), `comparison` (policies at one layout), `files`
-(written whole or not at all), `report` (pictures, HTML), `tried` and `sweep` (layouts), `written` (the config.json of a
-model), `doctor` (what is installed), `cli` (the command), `calibration` (measurements to a file of hardware),
-`first_day` (of a node).
+beat, and the exact search of tiny batches), `config_json` (of a model, read and written), `sent` (bytes that a plan
+sends), `plan_in_memory` (with a limit of tokens that memory holds), `longer_alone` (with samples above it),
+`plan_arrays` (for loops of any kind), `stage_splits` (how layers are shared out), `setting` (one way to lay out and
+plan a job), `comparison` (policies at one layout), `files` (written whole or not at all), `report` (pictures, HTML),
+`tried` and `sweep` (layouts), `doctor` (what is installed), `cli` (the command), `calibration` (measurements to a file
+of hardware), `first_day` (of a node).
 """

@@ -20,11 +20,11 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dynamic_cp.decide.config_json import hugging_face
 from dynamic_cp.decide.longer_alone import plan_longer_alone
 from dynamic_cp.decide.mask_rules import masks_by_rule
 from dynamic_cp.decide.plan_in_memory import plan_in_memory
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.models import hugging_face
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.padding import padded_of, padded_seqlens

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,9 @@ def load_model(name_or_path: str | Path) -> ModelShape:
 def model_from_dict(where: str, data: Mapping[str, Any]) -> ModelShape:
     """Return the model of the object that such a file holds. `where`: what to call it in errors. Raises DynamicCPError:
     as `load_model`."""
-    from dynamic_cp.models import diffusers, hugging_face
-
-    if diffusers.is_config(data):
-        return diffusers.model_shape(where, data)
-    if hugging_face.is_config(data):
-        return hugging_face.model_shape(where, data)
+    if library := _library_of(data):
+        shape: ModelShape = _reader(library).model_shape(where, data)
+        return shape
     priced = {name: value for name, value in data.items() if name != _ARCHITECTURE}
     _check_keys(where, priced, _needed(ModelShape), ModelShape)
     kinds = {"int": int, "bool": bool, "str": str, "Experts | None": dict, "LinearAttention | None": dict}
@@ -151,14 +149,24 @@ def model_from_dict(where: str, data: Mapping[str, Any]) -> ModelShape:
 def load_architecture(name_or_path: str | Path) -> Architecture | None:
     """Return what the model of `load_model` is beyond what is priced; None where its file does not say. Raises
     InvalidInputError: as `load_model`, or an `architecture` with an entry that is missing or of the wrong type."""
-    from dynamic_cp.models import diffusers, hugging_face
-
     where, data = _read("models", name_or_path)
-    if hugging_face.is_config(data) and not diffusers.is_config(data):
-        return hugging_face.architecture(where, data)
+    if _library_of(data) == "hugging_face":
+        found: Architecture = _reader("hugging_face").architecture(where, data)
+        return found
     if _ARCHITECTURE not in data:
         return None
     return architecture_of_file(where, _typed(where, data, _ARCHITECTURE, dict))
+
+
+def _library_of(data: Mapping[str, Any]) -> str:
+    """Return whose config.json `data` is; "": it is a file of this project."""
+    if "_class_name" in data:
+        return "diffusers"
+    return "hugging_face" if "model_type" in data or "num_hidden_layers" in data else ""
+
+
+def _reader(library: str) -> Any:
+    return import_module(f"dynamic_cp.decide.config_json.{library}")  # no part of the core: asked for by name
 
 
 def _needed(value_type: type) -> list[str]:

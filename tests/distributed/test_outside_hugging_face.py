@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
+from dynamic_cp.decide.config_json.hugging_face import model_shape
 from dynamic_cp.errors import DisagreementError, InvalidInputError
 from dynamic_cp.errors import UnsupportedFeatureError as Unsupported
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.models.hugging_face import model_shape
 from dynamic_cp.types import Lambda, PlanOptions, Problem, Topology
 from megatron.dynamic_cp.flags.attention import Windows
 from megatron.integrations.outside import PlannedCollator, train_step

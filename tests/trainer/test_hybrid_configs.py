@@ -16,8 +16,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from dynamic_cp.decide.config_json import entries, families, hugging_face
 from dynamic_cp.errors import DynamicCPError
-from dynamic_cp.models import entries, families, hugging_face
 
 CONFIGS: dict[str, Any] = json.loads(Path(__file__).with_name("hybrid_configs.json").read_text())
 """Entries of config.json with small sizes: by class of transformers, as released (and which of those nothing reads)."""

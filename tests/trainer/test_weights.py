@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from dynamic_cp.decide import cli
+from dynamic_cp.decide.config_json import hugging_face
 from dynamic_cp.errors import DynamicCPError
-from dynamic_cp.models import hugging_face
 from megatron.integrations.weights.checkpoint_tensors import CheckpointTensors
 from megatron.integrations.weights.command import NumBytes
 from megatron.integrations.weights.command import command as weights

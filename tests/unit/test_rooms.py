@@ -17,7 +17,7 @@ ROOMS = {
         *("types", "placement", "mechanisms", "plans", "pricing", "pipeline", "packing", "models", "memory", "search"),
         *("lengths", "learning", "pool", "decide"),
     ),
-    "dynamic_cp.decide": ("bounds", "comparison", "report", "sweep", "cli", "calibration", "first_day"),
+    "dynamic_cp.decide": ("bounds", "config_json", "comparison", "report", "sweep", "cli", "calibration", "first_day"),
     "megatron.dynamic_cp": (
         *("agreement", "repairs", "flags", "attention", "groups", "plans", "data", "model", "step", "pool"),
     ),

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from dynamic_cp.decide.config_json.hugging_face import model_shape
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.models.hugging_face import model_shape
 from dynamic_cp.types import PlanOptions, Problem, Topology, Tree
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams
 from megatron.integrations.outside.collator import IGNORED

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from dynamic_cp.decide.config_json.hugging_face import MODEL_TYPES
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models.hugging_face import MODEL_TYPES
 from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams

@@ -9,9 +9,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from dynamic_cp.decide import written
+from dynamic_cp.decide.config_json import hugging_face, rotation, written
 from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models import catalog, hugging_face, rotation
+from dynamic_cp.models import catalog
 from dynamic_cp.types import Experts, Hardware
 from tests.unit.support import CASES
 

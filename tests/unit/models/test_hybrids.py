@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from dynamic_cp.decide import written
+from dynamic_cp.decide.config_json import hugging_face, written
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models import hugging_face
 from dynamic_cp.models.catalog import load_architecture, load_model
 from dynamic_cp.types import LinearAttention
 

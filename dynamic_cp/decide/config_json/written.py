@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.models import hugging_face, rotation
-from dynamic_cp.models.architecture import Architecture
-from dynamic_cp.models.entries import SIZES
-from dynamic_cp.models.families import (
+from dynamic_cp.decide.config_json import hugging_face, rotation
+from dynamic_cp.decide.config_json.entries import SIZES
+from dynamic_cp.decide.config_json.families import (
     FACTORS,
     FAMILIES,
     LATENT_SIZES,
@@ -20,6 +18,8 @@ from dynamic_cp.models.families import (
     WHOLE,
     Family,
 )
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import Experts, ModelShape
 
 _NO_PART = ("source",)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from dynamic_cp.decide.config_json.entries import Entries, named
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.models.entries import Entries, named
 from dynamic_cp.types import ModelShape
 
 
@@ -27,11 +27,6 @@ _KNOWN = {
 """Class -> its blocks. Source: the modules of these classes in diffusers, and for Wan their documentation (0.35)."""
 
 _NEEDED = ("num_layers", "num_attention_heads", "attention_head_dim")
-
-
-def is_config(data: Mapping[str, Any]) -> bool:
-    """Return whether `data` looks like a config.json of diffusers."""
-    return "_class_name" in data
 
 
 def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models import hybrids
-from dynamic_cp.models.architecture import Architecture, architecture_of
-from dynamic_cp.models.entries import SIZES, Entries, in_one_number, named
-from dynamic_cp.models.families import (
+from dynamic_cp.decide.config_json import hybrids
+from dynamic_cp.decide.config_json.entries import SIZES, Entries, in_one_number, named
+from dynamic_cp.decide.config_json.families import (
     FAMILIES,
     LATENT_SIZES,
     MODULES,
@@ -22,7 +20,9 @@ from dynamic_cp.models.families import (
     Family,
     names,
 )
-from dynamic_cp.models.rotation import experts_of, has_experts, rotation, routing
+from dynamic_cp.decide.config_json.rotation import experts_of, has_experts, rotation, routing
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models.architecture import Architecture, architecture_of
 from dynamic_cp.types import ModelShape
 
 MODEL_TYPES = tuple(FAMILIES)
@@ -77,11 +77,6 @@ _OF_OTHERS = names(
     _sliding_window_pattern"""
 ) | {*_NOT_PRICED, *_OF_LATENTS}
 """More of them, of all but hybrids."""
-
-
-def is_config(data: Mapping[str, Any]) -> bool:
-    """Return whether `data` looks like a Hugging Face config.json rather than a file of this project."""
-    return "model_type" in data or "num_hidden_layers" in data
 
 
 def known_entries(model_type: str) -> frozenset[str]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dynamic_cp.decide.config_json.entries import SIZES, Entries, in_one_number
+from dynamic_cp.decide.config_json.families import FACTORS, FAMILIES, MODULES, MODULES_AGAIN, PATTERN, Family, names
+from dynamic_cp.decide.config_json.rotation import experts_of
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models.entries import SIZES, Entries, in_one_number
-from dynamic_cp.models.families import FACTORS, FAMILIES, MODULES, MODULES_AGAIN, PATTERN, Family, names
-from dynamic_cp.models.rotation import experts_of
 from dynamic_cp.types import LinearAttention
 
 _SYMBOLS = {

@@ -1,7 +1,7 @@
 """Families of Hugging Face as rows: what all models of one have, which entries are flags, which change nothing.
 
-`hugging_face` reads a config.json by these rows, and `dynamic_cp.decide.written` writes one by the same. Defaults are
-those of `configuration_<model_type>.py` of transformers 5.23.
+`hugging_face` reads a config.json by these rows, and `written` writes one by the same. Defaults are those of
+`configuration_<model_type>.py` of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from dynamic_cp.models.entries import SIZES, Entries
+from dynamic_cp.decide.config_json.entries import SIZES, Entries
 
 MODULES, MODULES_AGAIN = "num_nextn_predict_layers", "mtp_num_hidden_layers"
 """Modules that predict further tokens, which transformers leaves out of hybrids: the entry that is read, and the one
