@@ -739,6 +739,26 @@ FAULTS = {
         "        if False:\n            raise",
         "tests/distributed/test_probing.py -k masks_that_cannot_be",
     ),
+    "YaRN has the concentration of rotated dimensions alone": Fault(
+        "/ (0.1 * of_all * math.log(stretch) + 1))",
+        "/ 1.0)",
+        "tests/distributed/test_features.py -k concentration",
+    ),
+    "log probabilities of a torch loop hold all logits": Fault(
+        "zip(hidden.split(chunk_tokens, 1), labels.split(chunk_tokens, 1), strict=True)",
+        "[(hidden, labels)]",
+        "tests/distributed/test_post_training.py -k logits_of_a_chunk",
+    ),
+    "no loss mask is sent where some samples bring labels": Fault(
+        "num_masks > 0 or (num_labels > 0 and num_made_labels > 0)",
+        "num_masks > 0",
+        "tests/distributed/test_rerouting.py -k does_not_follow",
+    ),
+    "homes are cut in as many parts as there are lanes": Fault(
+        "min(min(wanted, most), lanes_of[node])",
+        "min(most, lanes_of[node])",
+        "tests/unit/placement/test_cuts.py -k shared_out_homes",
+    ),
     "a sweep lists settings that save no memory": Fault(
         "point.peak_bytes < _WORTH_BYTES * front[-1].peak_bytes",
         "point.peak_bytes < front[-1].peak_bytes",

@@ -1,6 +1,7 @@
 """Features of layers by themselves: what they compute and refuse; fused weight gradients of a stand-in for apex."""
 
 import functools
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
@@ -16,7 +18,7 @@ from megatron.dynamic_cp.attention.mechanisms.ring import LatentRing, LatentWidt
 from megatron.dynamic_cp.attention.thd import attention_from_latents, executor_of
 from megatron.dynamic_cp.data import micro_batches
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.flags.attention import set_sinks, windows_of
+from megatron.dynamic_cp.flags.attention import concentration, set_sinks, windows_of
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.packed_seq_params import DynamicPackedSeqParams, FutureColumns, shard_positions
@@ -58,6 +60,14 @@ def test_what_was_not_checked_together_is_refused(variant: ModelVariant, overrid
     check_supported(transformer_config(variant))
     with pytest.raises((InvalidInputError, UnsupportedFeatureError), match=said):
         check_supported(transformer_config(variant, **overrides))
+
+
+def test_the_concentration_is_that_of_megatron_core() -> None:
+    scales: list[tuple[float | None, float | None]] = [(1.0, 0.0), (0.707, 0.3), (None, 1.0), (1.0, None)]
+    for stretch, (own, of_all) in product((0.5, 1.0, 40.0), scales):
+        config: Any = SimpleNamespace(yarn_rotary_scaling_factor=stretch, yarn_mscale=own, yarn_mscale_all_dim=of_all)
+        assert concentration(config) == pytest.approx(yarn._yarn_get_concentration_factor_from_config(config))
+    assert concentration(SimpleNamespace()) == 1.0
 
 
 OF_ENGINE: dict[str, Any] = {

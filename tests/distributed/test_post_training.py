@@ -34,7 +34,7 @@ from megatron.integrations.post_training.objectives import (
     sft,
     value_regression,
 )
-from megatron.integrations.post_training.torch_passes import TorchPasses, label_log_probs
+from megatron.integrations.post_training.torch_passes import TorchPasses, head_log_probs, label_log_probs
 from tests.distributed import post_training, reference
 from tests.distributed.harness import initialize_model_parallel, refuses, run_ranks
 from tests.distributed.layouts import layout_of, lines
@@ -50,6 +50,7 @@ from tests.distributed.parity import (
     placed_plan,
     reference_name,
 )
+from tests.distributed.test_attention import LargestTensor
 
 BATCHES = {
     "plain": (post_training.plain_batch(), ("sft", "ppo", "fixed", "gspo", "dpo_apart", "values")),
@@ -266,6 +267,20 @@ def test_a_plain_loop_equals_a_single_process() -> None:
     ranks = run_without_shims(2, run_plain_loop, samples, expected)
     assert_equal([errors for errors, _ in ranks], expected, "plain loop")
     assert len(set().union(*(sizes for _, sizes in ranks))) > 1
+
+
+def test_log_probs_over_chunks_hold_logits_of_a_chunk() -> None:
+    torch.manual_seed(0)
+    hidden, labels, head = torch.randn(1, 50, 16), torch.randint(200, (1, 50)), torch.nn.Linear(16, 200)
+    weights = torch.randn(2, 1, 50)
+    expected = label_log_probs(head(hidden.requires_grad_()), labels, 0.7)
+    with LargestTensor() as largest:
+        found = head_log_probs(hidden, head, labels, 8, 0.7)
+        gradients = torch.autograd.grad((torch.stack([*found.values()]) * weights).sum(), [hidden, head.weight])
+    assert largest.num_elements == 16 * 200, "as the head's weights, whose gradient is one tensor"
+    wanted = torch.autograd.grad((torch.stack([*expected.values()]) * weights).sum(), [hidden, head.weight])
+    for one, other in zip([*found.values(), *gradients], [*expected.values(), *wanted], strict=True):
+        assert relative(one.detach(), other.detach()) < TOLERANCE
 
 
 def refuse_in_passes() -> None:

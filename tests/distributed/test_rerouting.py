@@ -19,7 +19,14 @@ from megatron.dynamic_cp.data.token_audit import combine, token_checksum
 from megatron.dynamic_cp.packed_seq_params import shard_positions
 from megatron.integrations.foreign import rerouting
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper
-from megatron.integrations.foreign.rerouting import Destination, incoming, make_sample_id, outgoing, sample_origin
+from megatron.integrations.foreign.rerouting import (
+    Destination,
+    columns_to_send,
+    incoming,
+    make_sample_id,
+    outgoing,
+    sample_origin,
+)
 from megatron.integrations.foreign.samples import read_item
 from tests import patience
 from tests.distributed.foreign import LAYOUTS, LaneData, groups_of, lane_data, make_wrapper, piece_of, run_foreign
@@ -132,6 +139,19 @@ def test_samples_are_copies() -> None:
     item["loss_mask"][:] = 9
     assert sample.tokens.tolist() == [0, 1, 2, 3]
     assert sample.loss_mask.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "columns"),
+    [((0, 0, 0, 5), ""), ((0, 0, 5, 0), ""), ((0, 0, 2, 3), "loss_mask"), ((1, 1, 5, 0), "position_ids loss_mask")],
+)
+def test_only_what_does_not_follow_from_the_plan_is_sent(given: tuple[int, ...], columns: str) -> None:
+    """Whether the last token of a sample has a loss does not follow where only some samples bring labels."""
+    sent = columns_to_send(*given)
+    assert sent.names == ("tokens", "labels", *columns.split())
+    assert sent.own_labels == (given[3] == 0)
+    assert set(sent.for_stage(ChunkNeeds(tokens=True, labels=False)).names) <= {"tokens", "position_ids"}
+    assert set(sent.for_stage(ChunkNeeds(tokens=False, labels=True)).names) <= {"labels", "loss_mask"}
 
 
 @pytest.mark.by_day("False-6", "True-4")

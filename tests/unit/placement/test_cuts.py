@@ -307,6 +307,7 @@ def test_shared_out_homes_stay_in_their_node_and_are_computed_where_they_were() 
             assert seconds[home] > 0.5 * mean_s[node], "homes that hardly count stay whole"
             largest[node] = max(largest.get(node, 0.0), seconds[home])
             assert parts_of[home] <= len(nodes[node])
+            assert parts_of[home] < 2.0 * seconds[home] / mean_s[node] + 1.0, "no more than it takes"
             sizes = sizes_of(placement)[parts]
             assert sizes[0] >= 16
             assert sizes[0] == sizes.max()
