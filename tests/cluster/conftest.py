@@ -27,13 +27,9 @@ class Cluster:
     def start(self, *words: str, **environment: str) -> subprocess.Popen[str]:
         """Start `sbatch words` in the root of the repository."""
         return subprocess.Popen(
-            ["sbatch", *words],
-            cwd=ROOT,
-            env={**self.environment, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+            ["sbatch", *words], cwd=ROOT, env={**self.environment, **environment}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
 
     def run(self, *words: str, timeout_s: float = 60.0, **environment: str) -> tuple[int, str]:
         """Return exit code and output of a job."""

@@ -193,14 +193,9 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o400)
     environment = {
-        **inherited(),
-        **NO_COMPILE,
-        "SLURM_CONF": str(path),
-        "PYTHON": sys.executable,
-        "PYTHONPATH": str(ROOT),
-        "RANKS_PER_NODE": "2",
-        "RESEND_S": "1",
-    }
+        **inherited(), **NO_COMPILE, "SLURM_CONF": str(path), "PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
+        "RANKS_PER_NODE": "2", "RESEND_S": "1",
+    }  # fmt: skip
     slurm = Slurm(folder=folder, environment=environment)
     files = [f"--{name}={folder}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
     started = [

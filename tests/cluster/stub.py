@@ -74,14 +74,10 @@ def sbatch(words: list[str]) -> None:
     spooled = Path(os.environ["STUB_DIR"]) / "slurm_script"
     shutil.copy(script, spooled)
     os.environ.update(
-        SLURM_JOB_ID="4242",
-        SLURM_JOB_NAME=options["job-name"],
-        SLURM_JOB_NUM_NODES=nodes,
-        SLURM_NNODES=nodes,
-        SLURM_JOB_NODELIST=f"gpu[1-{nodes}]",
-        SLURM_SUBMIT_DIR=os.getcwd(),
+        SLURM_JOB_ID="4242", SLURM_JOB_NAME=options["job-name"], SLURM_JOB_NUM_NODES=nodes, SLURM_NNODES=nodes,
+        SLURM_JOB_NODELIST=f"gpu[1-{nodes}]", SLURM_SUBMIT_DIR=os.getcwd(),
         SLURM_GPUS_ON_NODE=options["gpus-per-node"],
-    )
+    )  # fmt: skip
     os.execvp("bash", ["bash", str(spooled), *words[1:]])
 
 

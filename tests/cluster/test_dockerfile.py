@@ -197,13 +197,9 @@ def entry(folder: Path, *words: str, gpus: int | None = None, **environment: str
         (bin_folder / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
         (bin_folder / name).chmod(0o755)
     done = subprocess.run(
-        [ROOT / "docker" / "entrypoint.sh", *words],
-        env={"PATH": f"{bin_folder}:/usr/bin:/bin", **environment},
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=True,
-    )
+        [ROOT / "docker" / "entrypoint.sh", *words], env={"PATH": f"{bin_folder}:/usr/bin:/bin", **environment},
+        capture_output=True, text=True, timeout=20, check=True,
+    )  # fmt: skip
     return done.stdout.splitlines()
 
 

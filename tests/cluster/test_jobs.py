@@ -155,15 +155,11 @@ ENDS = {
     # The next job would resume from an older checkpoint and fail again, up to MAX_RESTARTS times.
     "a save that fails": ("requeue", signal.SIGUSR1, {"STUB_RANK_CODE": "5"}, 5, "left with 5: not requeueing", []),
     "the last restart": (
-        "requeue",
-        signal.SIGUSR1,
-        {"SLURM_RESTART_COUNT": "3", "MAX_RESTARTS": "3"},
-        0,
-        "3 restarts reach MAX_RESTARTS",
-        [],
+        "requeue", signal.SIGUSR1, {"SLURM_RESTART_COUNT": "3", "MAX_RESTARTS": "3"}, 0,
+        "3 restarts reach MAX_RESTARTS", [],
     ),
     "TERM": ("requeue", signal.SIGTERM, {}, 0, "rank saved", []),  # SLURM requeues by itself
-}
+}  # fmt: skip
 
 
 @pytest.mark.by_day("USR1", "a save that fails")

@@ -50,12 +50,8 @@ def test_it_starts_from_the_base_and_resumes_itself(tmp_path: Path, monkeypatch)
 
 def test_it_asks_for_what_it_needs() -> None:
     done = subprocess.run(
-        ["sh", "examples/long_context.sh"],
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
+        ["sh", "examples/long_context.sh"], cwd=ROOT, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True,
         timeout=20,
-    )
+    )  # fmt: skip
     assert done.returncode != 0
     assert "the checkpoint folder to start from" in done.stderr

@@ -117,13 +117,9 @@ def test_lines_and_files_start_what_was_priced(
     settings = list(settings_that_fit(space, job))
     assert {one.policy for one in settings} == {"dynamic", "balanced"}
     about: dict[str, Any] = {
-        "job": job,
-        "run": run,
-        "architecture": catalog.load_architecture(model),
-        "command": "dynamic-cp sweep ...",
-        "shared": ["dynamic-cp simulate"],
-        "resume": None,
-    }
+        "job": job, "run": run, "architecture": catalog.load_architecture(model), "command": "dynamic-cp sweep ...",
+        "shared": ["dynamic-cp simulate"], "resume": None,
+    }  # fmt: skip
     pairs = [{one.policy: one for one in settings[i : i + 2]} for i in range(0, len(settings), 2)]
     for number, pair in enumerate(pairs):
         found = found_of(pair)

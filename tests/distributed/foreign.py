@@ -276,10 +276,6 @@ def check_step(
         counts=batch[1:],
         packs=packs,
         tokens={name: np.concatenate(parts).tolist() if parts else [] for name, parts in seen.items() if name in held},
-        held=held,
-        consumed=wrapper.consumed_samples,
-        arrived_rows_from_others=from_others,
-        sent_bytes=wrapper.stats.bytes_sent,
-        broadcast_bytes=wrapper.stats.bytes_broadcast,
-        real_tokens=real_tokens,
-    )
+        held=held, consumed=wrapper.consumed_samples, arrived_rows_from_others=from_others,
+        sent_bytes=wrapper.stats.bytes_sent, broadcast_bytes=wrapper.stats.bytes_broadcast, real_tokens=real_tokens,
+    )  # fmt: skip

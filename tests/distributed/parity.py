@@ -206,14 +206,10 @@ def placed_plan(samples: tuple[Sample, ...], layout: Layout) -> Plan:
         held = tuple(sample for bucket in buckets for sample in bucket.samples)
         num_lanes = layout.lanes - first_lane
         return Bucket(
-            first_lane=first_lane,
-            cp_size=num_lanes,
-            cp_comm_type="blocks",
-            inner_cp_size=inner,
-            samples=held,
+            first_lane=first_lane, cp_size=num_lanes, cp_comm_type="blocks", inner_cp_size=inner, samples=held,
             placement=random_placement(random, held, num_lanes // inner, 4, *layout.model.layer_masks),
             state_exchange="heads" if layout.model.linear_attention is None else "states",
-        )
+        )  # fmt: skip
 
     first, second, third, *others = plan.micro_batches
     shares_heads = layout.lanes == 4 and layout.topology.lanes_per_node % 2 == 0

@@ -138,15 +138,11 @@ def test_versions_that_pad_the_log_sum_exp_are_refused(a100: Any, monkeypatch: p
 
 
 EXCHANGE_CASES = {
-    "alone": (Case(1, (1, 7, 40)), 1),
-    "ring2": (Case(2, (4, 60, 8)), 2),
-    "ring2_shards_of_two_tokens": (Case(2, (4, 4, 4)), 2),
-    "ring4": (Case(4, (8, 128, 16)), 4),
-    "ring4_one_kv_head": (Case(4, (32, 8), kv_heads=1), 4),
-    "all_gather4": (Case(4, (8, 128, 16), "all_gather"), 3),
-    "a2a4": (Case(4, (8, 128, 16), "a2a"), 1),
-    "two_levels4": (Case(4, (8, 128, 16), "a2a+p2p"), 2),
-}
+    "alone": (Case(1, (1, 7, 40)), 1), "ring2": (Case(2, (4, 60, 8)), 2),
+    "ring2_shards_of_two_tokens": (Case(2, (4, 4, 4)), 2), "ring4": (Case(4, (8, 128, 16)), 4),
+    "ring4_one_kv_head": (Case(4, (32, 8), kv_heads=1), 4), "all_gather4": (Case(4, (8, 128, 16), "all_gather"), 3),
+    "a2a4": (Case(4, (8, 128, 16), "a2a"), 1), "two_levels4": (Case(4, (8, 128, 16), "a2a+p2p"), 2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])

@@ -109,14 +109,9 @@ class Whole:
         return [*whole[torch.from_numpy(gathered_order(padded, cp_size)).argsort()].chunk(cp_size)]
 
     def lane(
-        self,
-        params: DynamicPackedSeqParams,
-        *,
-        tokens: Tensor | None = None,
-        repeated: str = "",
-        dtype: torch.dtype = torch.float64,
-        under_autocast: bool = False,
-    ) -> tuple[list[Tensor], tuple[int, int]]:
+        self, params: DynamicPackedSeqParams, *, tokens: Tensor | None = None, repeated: str = "",
+        dtype: torch.dtype = torch.float64, under_autocast: bool = False,
+    ) -> tuple[list[Tensor], tuple[int, int]]:  # fmt: skip
         """Return what a lane computes, as `expected`, and the bytes that it sends, forward and backward.
 
         Args:
@@ -344,14 +339,9 @@ def random_bucket(random: np.random.Generator, num_lanes: int, inner: int, most_
         for i, n in enumerate(lengths)
     )
     return Bucket(
-        first_lane=0,
-        cp_size=num_lanes * inner,
-        samples=samples,
-        cp_comm_type="blocks",
-        inner_cp_size=inner,
-        placement=random_placement(random, samples, num_lanes, 2),
-        state_exchange="states",
-    )
+        first_lane=0, cp_size=num_lanes * inner, samples=samples, cp_comm_type="blocks", inner_cp_size=inner,
+        placement=random_placement(random, samples, num_lanes, 2), state_exchange="states",
+    )  # fmt: skip
 
 
 def placed_lanes(bucket: Bucket, tp_size: int = 1) -> list[PlacedLane]:

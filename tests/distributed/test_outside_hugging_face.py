@@ -312,12 +312,8 @@ def test_encoders_attend_to_whole_samples():
 
 EQUAL = ""
 OTHERS = {
-    "RobertaForMaskedLM": EQUAL,
-    "RobertaForCausalLM": EQUAL,
-    "XLMRobertaXLForMaskedLM": EQUAL,
-    "AlbertForMaskedLM": EQUAL,
-    "DistilBertForMaskedLM": EQUAL,
-    "EsmForMaskedLM": EQUAL,
+    "RobertaForMaskedLM": EQUAL, "RobertaForCausalLM": EQUAL, "XLMRobertaXLForMaskedLM": EQUAL,
+    "AlbertForMaskedLM": EQUAL, "DistilBertForMaskedLM": EQUAL, "EsmForMaskedLM": EQUAL,
     "EsmForMaskedLM, token_dropout": "makes of a token in a pack something else",
     "MobileBertForMaskedLM": "makes of a token in a pack something else",
     "FNetForMaskedLM": "called 0 attentions, at least 1 is needed",
@@ -329,7 +325,7 @@ OTHERS = {
     "OPTForCausalLM": EQUAL,
     "GPT2LMHeadModel": EQUAL,
     "GPTNeoXForCausalLM": EQUAL,
-}
+}  # fmt: skip
 """Class of transformers, and a switch -> what it is refused by, if it is."""
 _OTHER_NAMES = {
     **dict.fromkeys(("n_embd", "dim", "embedding_size", "d_model", "word_embed_proj_dim"), 64),

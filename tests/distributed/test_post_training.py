@@ -274,10 +274,13 @@ def test_log_probs_over_chunks_hold_logits_of_a_chunk() -> None:
     hidden, labels, head = torch.randn(1, 50, 16), torch.randint(200, (1, 50)), torch.nn.Linear(16, 200)
     weights = torch.randn(2, 1, 50)
     expected = label_log_probs(head(hidden.requires_grad_()), labels, 0.7)
+    calls: list[Any] = []
+    head.register_forward_hook(lambda *call: calls.append(call))
     with LargestTensor() as largest:
         found = head_log_probs(hidden, head, labels, 8, 0.7)
         gradients = torch.autograd.grad((torch.stack([*found.values()]) * weights).sum(), [hidden, head.weight])
     assert largest.num_elements == 16 * 200, "as the head's weights, whose gradient is one tensor"
+    assert len(calls) == 2 * 7, "backward computes them again"
     wanted = torch.autograd.grad((torch.stack([*expected.values()]) * weights).sum(), [hidden, head.weight])
     for one, other in zip([*found.values(), *gradients], [*expected.values(), *wanted], strict=True):
         assert relative(one.detach(), other.detach()) < TOLERANCE

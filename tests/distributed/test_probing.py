@@ -74,15 +74,11 @@ def probe_with_failures(failures_of):
 
 
 FAILURES = [
-    (KeyError("text"), "KeyError: 'text'"),
-    (DataError("the file is cut"), "the file is cut"),
+    (KeyError("text"), "KeyError: 'text'"), (DataError("the file is cut"), "the file is cut"),
     (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad\nbyte"), "bad byte"),
-    (0, "its length is 0, an integer from 1 to"),
-    (-2, "its length is -2"),
-    (2.5, "its length is 2.5"),
-    (None, "its length is None"),
-    (1 << 40, "its length is 1099511627776"),
-]
+    (0, "its length is 0, an integer from 1 to"), (-2, "its length is -2"), (2.5, "its length is 2.5"),
+    (None, "its length is None"), (1 << 40, "its length is 1099511627776"),
+]  # fmt: skip
 """What probing a sample does -> what is said of it."""
 
 

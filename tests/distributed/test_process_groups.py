@@ -72,17 +72,13 @@ def build_and_sum(topology: Topology, limits: dict[str, Any]) -> tuple[DynamicCP
 @pytest.mark.parametrize(
     ("topology", "limits"),
     [
-        (Topology(num_lanes=1), {}),
-        (Topology(num_lanes=3), {}),
-        (Topology(num_lanes=4), {}),
-        (Topology(num_lanes=4), {"max_cp_size": 2}),
-        (Topology(num_lanes=4), {"min_cp_size": 4}),
-        (Topology(num_lanes=6), {}),
-        (Topology(num_lanes=3, tp_size=2), {}),
+        (Topology(num_lanes=1), {}), (Topology(num_lanes=3), {}), (Topology(num_lanes=4), {}),
+        (Topology(num_lanes=4), {"max_cp_size": 2}), (Topology(num_lanes=4), {"min_cp_size": 4}),
+        (Topology(num_lanes=6), {}), (Topology(num_lanes=3, tp_size=2), {}),
         (Topology(num_lanes=2, tp_size=2, pp_size=2), {}),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else f"{value.num_lanes}x{value.tp_size}x{value.pp_size}",
-)
+)  # fmt: skip
 def test_groups_hold_the_expected_ranks(topology: Topology, limits: dict[str, int]) -> None:
     blocks = all_blocks(topology.num_lanes, limits.get("min_cp_size", 1), limits.get("max_cp_size"))
     results = run_ranks(topology.world_size, build_and_sum, topology, limits, timeout_s=60)

@@ -216,13 +216,9 @@ def all_data(layout: Layout, num_items: int, flavour: int) -> list[LaneData]:
     ("name", "flavour", "columns_of_stage"),
     [
         ("dp4", 0, [2]),  # tokens and labels; the mask follows from the lengths
-        ("dp4", 1, [3]),
-        ("dp4", 3, [4]),
-        ("pp2", 1, [1, 2]),
-        ("pp2_vpp2", 2, [1, 1]),
-        ("tp2", 1, [3]),
+        ("dp4", 1, [3]), ("dp4", 3, [4]), ("pp2", 1, [1, 2]), ("pp2_vpp2", 2, [1, 1]), ("tp2", 1, [3]),
     ],
-)
+)  # fmt: skip
 def test_bytes_sent_are_the_bytes_needed(name: str, flavour: int, columns_of_stage: list[int]) -> None:
     """4 bytes a token and column that another lane drew; nothing for padding, nothing that a stage does not read."""
     layout = LAYOUTS[name]
@@ -428,11 +424,7 @@ FAULTS = {
     "illegal plan": Fault(
         ("dp4",),
         changing_plan("whole", lambda plan: dataclasses.replace(plan, micro_batches=plan.micro_batches * 2)),
-        IllegalPlanError,
-        ("is twice in the plan",),
-        rank=0,
-        step=0,
-        verify="full",
+        IllegalPlanError, ("is twice in the plan",), rank=0, step=0, verify="full",
     ),
     "other part of the plan": Fault(
         ("pp2",),
@@ -444,7 +436,7 @@ FAULTS = {
     "no plan": Fault(
         ("pp2",), on_rank(3, changing_plan("take", lose_the_store)), DynamicCPError, ("the store is gone",), rank=3
     ),
-}
+}  # fmt: skip
 
 
 def fail_foreign(layout: Layout, data: list[LaneData], faults: list[str]) -> list[tuple[type, str, int, float]]:

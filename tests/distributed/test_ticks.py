@@ -73,26 +73,17 @@ BY_DAY = {
     "two pp2 nodes_of_1 learned_offset full": Ways(rows=(), relays=2),
 }
 EACH_NIGHT = {
-    "two pp2 vpp2 full distributed overlap": Ways(rows=()),
-    "one pp2 cut": Ways(),
-    "two pp2 gpt2 again=core_attn distributed": Ways(),
-    "two pp2 nodes_of_1 full": Ways(ping_pong=BOTH, relays=2),
-    "two pp2 learned_offset": Ways(ping_pong=BOTH),
-    "one pp2": Ways(ping_pong=BOTH),
-    "two pp2 nodes_of_2": Ways(),
-    "two pp2 nodes_of_2 full distributed overlap": Ways(rows=()),
-    "two pp2 vpp2 nodes_of_2": Ways(rows=(1,)),
-    "two pp2 learned_offset full": Ways(),
-    "two pp4 nodes_of_4": Ways(),
-    "two pp4 llama_tied full": Ways(),
-    "four pp2 nodes_of_2 full overlap": Ways(),
-    "two tp2 sp pp2 distributed": Ways(),
+    "two pp2 vpp2 full distributed overlap": Ways(rows=()), "one pp2 cut": Ways(),
+    "two pp2 gpt2 again=core_attn distributed": Ways(), "two pp2 nodes_of_1 full": Ways(ping_pong=BOTH, relays=2),
+    "two pp2 learned_offset": Ways(ping_pong=BOTH), "one pp2": Ways(ping_pong=BOTH), "two pp2 nodes_of_2": Ways(),
+    "two pp2 nodes_of_2 full distributed overlap": Ways(rows=()), "two pp2 vpp2 nodes_of_2": Ways(rows=(1,)),
+    "two pp2 learned_offset full": Ways(), "two pp4 nodes_of_4": Ways(), "two pp4 llama_tied full": Ways(),
+    "four pp2 nodes_of_2 full overlap": Ways(), "two tp2 sp pp2 distributed": Ways(),
     "two pp4 vpp2 nodes_of_4 overlap layers=8": Ways(rows=(4, 6, 3)),
-    "two pp4 vpp2 llama_tied layers=8 full": Ways(rows=(5,)),
-    "two tp2 sp pp2 vpp2 distributed": Ways(),
+    "two pp4 vpp2 llama_tied layers=8 full": Ways(rows=(5,)), "two tp2 sp pp2 vpp2 distributed": Ways(),
     "four pp2 vpp4 layers=8 again=core_attn": Ways(rows=(3,)),
     "four pp2 vpp2 nodes_of_1 again=core_attn": Ways(relays=4),
-}
+}  # fmt: skip
 IN_NANO_BATCHES = dict.fromkeys(
     lines("""
         one pp2 again=core_attn cut; two tp2 sp pp2 full distributed; two tp2 sp pp2 gpt2 again=core_attn

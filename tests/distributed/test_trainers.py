@@ -65,23 +65,14 @@ def trainer_of(name: str, *, planned: bool, **changes: Any) -> Any:
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)  # as torchrun sets them
     settings = {
-        "output_dir": "unused",
-        "per_device_train_batch_size": 3,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 1,
-        "optim": "sgd",
-        "learning_rate": 0.5,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
+        "output_dir": "unused", "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2,
+        "num_train_epochs": 1, "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": name == "SFTTrainer",  # as TRL has it
         "per_device_eval_batch_size": 4,
         **changes,
-    }
+    }  # fmt: skip
     more: dict[str, Any] = PLAN if planned else {}
     data = Dataset.from_list(rows())
     evaluated = data.select(range(16))

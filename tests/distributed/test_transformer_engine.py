@@ -104,14 +104,10 @@ CASES = {
     "four a2a+p2p again=core_attn": Asked("2.19.0", "a2a+p2p p2p"),
     "two all_of_engine": Asked("2.18.0"),
     "two tp2 sp a2a llama_8_heads": Asked(PINNED, "a2a", {"shared alone"}),
-    "two pp2 vpp2 all_gather distributed": Asked("2.18.0", "all_gather"),
-    "two ep2 moe one_product": Asked(PINNED),
-    "two tp2 sp ep2 moe_sigmoid one_product": Asked(NEWEST),
-    "two tp2 sp ep2 moe_sigmoid": Asked(NEWEST),
-    "two moe_biased one_product": Asked(OLDEST),
-    "two moe one_product full": Asked(NEWEST),
-    "two ep2 moe one_product fused distributed": Asked(NEWEST),
-    "two mtp": Asked(NEWEST),
+    "two pp2 vpp2 all_gather distributed": Asked("2.18.0", "all_gather"), "two ep2 moe one_product": Asked(PINNED),
+    "two tp2 sp ep2 moe_sigmoid one_product": Asked(NEWEST), "two tp2 sp ep2 moe_sigmoid": Asked(NEWEST),
+    "two moe_biased one_product": Asked(OLDEST), "two moe one_product full": Asked(NEWEST),
+    "two ep2 moe one_product fused distributed": Asked(NEWEST), "two mtp": Asked(NEWEST),
     "four mixed delta_moe distributed again=core_attn": Asked(NEWEST, ALL, ALL_AND_SHARES),
     "one tp2 pp2 vpp2 delta": Asked(OLDEST, ""),
     "two delta_mtp": Asked(NEWEST),
@@ -119,7 +115,7 @@ CASES = {
     "two tp2 sp delta_1p": Asked(NEWEST),
     "two tp2 sp mamba": Asked(PINNED),
     "two ep2 mamba_moe one_product full fused": Asked(NEWEST),
-}
+}  # fmt: skip
 """Layout -> what it asks of which version."""
 
 

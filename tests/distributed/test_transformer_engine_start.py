@@ -50,19 +50,14 @@ NO_GATHER = ("all_gather",)
 @pytest.mark.parametrize(
     ("version", "capability", "flash_attn", "backend", "kernel", "lacking"),
     [
-        ("2.9.0", H100, None, "auto", "cuDNN", NO_GATHER),
-        ("2.11.0+5671fd36", H100, None, "auto", "cuDNN", NO_GATHER),
+        ("2.9.0", H100, None, "auto", "cuDNN", NO_GATHER), ("2.11.0+5671fd36", H100, None, "auto", "cuDNN", NO_GATHER),
         ("2.11.0", H100, 2, "flash", "flash-attn 2", NO_GATHER),
-        ("2.11.0", A100, 2, "auto", "flash-attn 2", NO_GATHER),
-        ("2.17.1", H100, None, "auto", "cuDNN", NO_GATHER),
-        ("2.18.0.dev0", H100, None, "auto", "cuDNN", ()),
-        ("2.20.2", A100, 2, "auto", "flash-attn 2", NO_GATHER),
-        ("2.20.2", WORKSTATION, 4, "auto", "flash-attn 4", ()),
-        ("2.20.2", H100, 3, "flash", "flash-attn 3", ()),
-        ("2.20.2", H100, 2, "auto", "cuDNN", ()),
-        ("2.20.2", H100, None, "fused", "cuDNN", ()),
+        ("2.11.0", A100, 2, "auto", "flash-attn 2", NO_GATHER), ("2.17.1", H100, None, "auto", "cuDNN", NO_GATHER),
+        ("2.18.0.dev0", H100, None, "auto", "cuDNN", ()), ("2.20.2", A100, 2, "auto", "flash-attn 2", NO_GATHER),
+        ("2.20.2", WORKSTATION, 4, "auto", "flash-attn 4", ()), ("2.20.2", H100, 3, "flash", "flash-attn 3", ()),
+        ("2.20.2", H100, 2, "auto", "cuDNN", ()), ("2.20.2", H100, None, "fused", "cuDNN", ()),
     ],
-)
+)  # fmt: skip
 def test_auto_leaves_out_what_a_version_lacks_or_its_kernel_computes_wrongly(
     version: str, capability: tuple[int, int], flash_attn: int | None, backend: str, kernel: str,
     lacking: tuple[str, ...],
@@ -122,16 +117,11 @@ def test_who_does_an_exchange() -> None:
 @pytest.mark.parametrize(
     ("installed", "capability", "release", "taken"),
     [
-        ((2,), A100, (2, 20), 2),
-        ((2, 3), A100, (2, 20), 2),
-        ((2, 3), H100, (2, 11), 3),
-        ((2, 3, 4), H100, (2, 20), 3),
-        ((2, 4), H100, (2, 20), 4),
-        ((2, 4), H100, (2, 18), 2),
-        ((4,), WORKSTATION, (2, 18), None),
-        ((), H100, (2, 20), None),
+        ((2,), A100, (2, 20), 2), ((2, 3), A100, (2, 20), 2), ((2, 3), H100, (2, 11), 3),
+        ((2, 3, 4), H100, (2, 20), 3), ((2, 4), H100, (2, 20), 4), ((2, 4), H100, (2, 18), 2),
+        ((4,), WORKSTATION, (2, 18), None), ((), H100, (2, 20), None),
     ],
-)
+)  # fmt: skip
 def test_which_flash_attn_is_taken(
     installed: tuple[int, ...], capability: tuple[int, int], release: tuple[int, int], taken: int | None,
     monkeypatch: pytest.MonkeyPatch,

@@ -271,22 +271,13 @@ def _text(folder: str) -> str:
 
 
 ERRORS: dict[str, Callable[..., float]] = {
-    "7452.1": smoothed_labels,
-    "7452.2": gathered_logits,
-    "7452.3": weights_of_later_tokens,
-    "7452.4": recomputed_in_another_group,
-    "7452.5": padding_of_another_group,
-    "7452.6": cross_attention_in_another_group,
-    "7452.7": pictures_in_another_group,
-    "7452.8": norm_of_sinks,
-    "7452.9": means_of_shards,
-    "7452.10": tokens_of_a_router,
-    "7452.11": norm_of_gated_delta_net,
-    "5916": norm_of_experts,
-    "6108": losses_of_a_pack,
-    "7278": later_tokens_behind_the_end,
+    "7452.1": smoothed_labels, "7452.2": gathered_logits, "7452.3": weights_of_later_tokens,
+    "7452.4": recomputed_in_another_group, "7452.5": padding_of_another_group,
+    "7452.6": cross_attention_in_another_group, "7452.7": pictures_in_another_group, "7452.8": norm_of_sinks,
+    "7452.9": means_of_shards, "7452.10": tokens_of_a_router, "7452.11": norm_of_gated_delta_net,
+    "5916": norm_of_experts, "6108": losses_of_a_pack, "7278": later_tokens_behind_the_end,
     "1764": loss_without_targets,
-}
+}  # fmt: skip
 SIZED = {"7452.8": reference.LEARNED_OFFSET, "5916": reference.MOE_BIASED}
 """Those that need to know how large a whole model is."""
 

@@ -96,13 +96,9 @@ def job(rank: int, num_ranks: int, store: dist.Store | None = None) -> Iterator[
 
 def build_groups(num_lanes: int) -> DynamicCPGroups:
     return DynamicCPGroups.build(
-        Topology(num_lanes=num_lanes),
-        timeout_s=60.0,
-        exchanges=tuple(EXECUTORS),
-        inner_sizes=(2, 4),
-        query_heads=8,
+        Topology(num_lanes=num_lanes), timeout_s=60.0, exchanges=tuple(EXECUTORS), inner_sizes=(2, 4), query_heads=8,
         lane_ranks=range(num_lanes),
-    )
+    )  # fmt: skip
 
 
 def packed_step(rank: int, buckets: list[PackedBucket]) -> PackedStep:
@@ -141,15 +137,11 @@ def placed_bucket(rank: int, inner: int = 1, seed: int = 6, lanes_of_node: int =
     num_tokens = programme.num_tokens // inner + 1
     held = tuple(samples[number] for number in placement.samples_of(group))
     return PackedBucket(
-        first_lane=0,
-        cp_size=num_lanes,
-        cp_comm_type="blocks",
-        inner_cp_size=inner,
-        padded_seqlens=(num_tokens,),
+        first_lane=0, cp_size=num_lanes, cp_comm_type="blocks", inner_cp_size=inner, padded_seqlens=(num_tokens,),
         placed=PlacedLane(
             programme=programme, samples=held, num_tokens=num_tokens, inner_cp_size=inner, inner_rank=rank % inner
         ),
-    )
+    )  # fmt: skip
 
 
 def buckets_of_lanes(rank: int, num_lanes: int) -> list[PackedBucket]:

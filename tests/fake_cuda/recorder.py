@@ -130,11 +130,7 @@ class Recorder:
                 self._under_way[memory.cdata].append(_Transfer(name, receives, work, memory))
 
     def check_use(
-        self,
-        what: str,
-        read: Iterable[torch.Tensor],
-        written: Iterable[torch.Tensor],
-        indexed: Indexed | None = None,
+        self, what: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor], indexed: Indexed | None = None
     ) -> None:
         """Assert that the current stream has waited for all that it reads to be received and all it writes to be sent.
 

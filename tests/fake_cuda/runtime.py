@@ -173,14 +173,9 @@ def install(library: Path) -> None:
     cuda._lazy_init = lambda: None
     cuda.default_generators = tuple(Generator() for _ in range(num_devices))
     replaced = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: num_devices,
-        "current_device": lambda: loaded.fake_cuda_device(),
-        "set_device": set_device,
-        "device": device_context,
-        "get_device_name": lambda device=None: NAME,
-        "get_device_capability": lambda device=None: CAPABILITY,
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: num_devices,
+        "current_device": lambda: loaded.fake_cuda_device(), "set_device": set_device, "device": device_context,
+        "get_device_name": lambda device=None: NAME, "get_device_capability": lambda device=None: CAPABILITY,
         "get_device_properties": lambda device=None: types.SimpleNamespace(
             name=NAME, major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=MEMORY_BYTES, multi_processor_count=132
         ),
@@ -197,7 +192,7 @@ def install(library: Path) -> None:
         "is_current_stream_capturing": lambda: False,
         "reset_peak_memory_stats": lambda device=None: None,
         "memory_stats": lambda device=None: {},
-    }
+    }  # fmt: skip
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         replaced[name] = lambda device=None: 2**30
     for name, replacement in replaced.items():

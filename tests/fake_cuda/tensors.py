@@ -43,12 +43,7 @@ from tests.fake_cuda.recorder import Indexed, Recorder
 
 aten = torch.ops.aten
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
-BY_NUMBERS = (
-    aten.index_select.default,
-    aten.index_copy_.default,
-    aten.index_add_.default,
-    aten.index_fill_.int_Scalar,
-)
+BY_NUMBERS = (aten.index_select.default, aten.index_copy_.default, aten.index_add_.default, aten.index_fill_.int_Scalar)
 """Operators on a tensor that use the places of a dimension whose numbers are in another."""
 FLASH = (aten._flash_attention_forward.default, aten._flash_attention_backward.default)
 

@@ -207,15 +207,11 @@ def test_values_that_cannot_be(argv: tuple[str, ...], message: str) -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--dynamic-cp-dump", "there"),
-        ("--dynamic-cp-replay", "there"),
-        ("--dynamic-cp-refine", "5"),
-        ("--window-sink-tokens", "4"),
-        ("--loss-chunk-tokens", "auto"),
-        ("--use-varlen-dataset",),
+        ("--dynamic-cp-dump", "there"), ("--dynamic-cp-replay", "there"), ("--dynamic-cp-refine", "5"),
+        ("--window-sink-tokens", "4"), ("--loss-chunk-tokens", "auto"), ("--use-varlen-dataset",),
         ("--max-seqlen-per-dp-cp-rank", "auto"),
     ],
-)
+)  # fmt: skip
 def test_what_would_have_no_effect_without_dynamic_cp_is_refused(argv: tuple[str, ...]) -> None:
     with pytest.raises(InvalidInputError, match=f"{argv[0]}( auto)? needs --dynamic-cp in a checkout"):
         flags.refuse_without_effect(parse(*argv))

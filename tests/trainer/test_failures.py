@@ -306,14 +306,10 @@ def _flip(whole: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("damaged", "damage"),
     [
-        ("__0_0.distcp", _flip),
-        (".metadata", _cut),
-        ("common.pt", _flip),
-        ("metadata.json", _cut),
-        (manifest.NAME, _flip),
-        (manifest.NAME, _cut),
+        ("__0_0.distcp", _flip), (".metadata", _cut), ("common.pt", _flip), ("metadata.json", _cut),
+        (manifest.NAME, _flip), (manifest.NAME, _cut),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_checkpoint(saved, monkeypatch, damaged, damage):
     path = saved / "iter_0000001" / damaged
     if not path.exists():
@@ -334,15 +330,11 @@ def test_a_damaged_checkpoint(saved, monkeypatch, damaged, damage):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ("--seed 8", "seed"),
-        ("--overlong truncate", "overlong"),
-        ("--split 50,50,0", "split"),
-        ("--num-layers 1", "num_layers"),
-        ("--untie-embeddings-and-output-weights", "untie"),
-        ("--lr 2e-3", "--override-opt_param-scheduler"),
-        ("--exit-on-missing-checkpoint --load nowhere", "nowhere"),
+        ("--seed 8", "seed"), ("--overlong truncate", "overlong"), ("--split 50,50,0", "split"),
+        ("--num-layers 1", "num_layers"), ("--untie-embeddings-and-output-weights", "untie"),
+        ("--lr 2e-3", "--override-opt_param-scheduler"), ("--exit-on-missing-checkpoint --load nowhere", "nowhere"),
     ],
-)
+)  # fmt: skip
 def test_a_checkpoint_of_another_run(saved, monkeypatch, words, part):
     assert part in _fails(monkeypatch, MOCK, "--load", str(saved), words)
 

@@ -50,26 +50,13 @@ TRACKER = "latest_checkpointed_iteration.txt"
 TOLERANCE = 1e-5
 # Names and values as Megatron-LM's argument parser has them, not ours.
 MEGATRON_LM_ARGUMENTS = {
-    "num_layers": NUM_LAYERS,
-    "hidden_size": 64,
-    "ffn_hidden_size": 96,
-    "num_attention_heads": 4,
-    "kv_channels": 16,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "rotary_base": 10000,
+    "num_layers": NUM_LAYERS, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "kv_channels": 16,
+    "group_query_attention": True, "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm",
+    "add_bias_linear": False, "position_embedding_type": "rope", "rotary_base": 10000,
     "max_position_embeddings": 4096,  # of no weight and no angle, and not ours
-    "padded_vocab_size": VOCAB_ROWS,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": CP_SIZE,
-    "bf16": False,
-    "fp16": False,
-}
+    "padded_vocab_size": VOCAB_ROWS, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+    "context_parallel_size": CP_SIZE, "bf16": False, "fp16": False,
+}  # fmt: skip
 
 
 class Stock:

@@ -24,17 +24,12 @@ def test_nothing_of_it_went_and_calls_fit() -> None:
 @pytest.mark.parametrize(
     ("before", "now", "why"),
     [
-        ("f(a, b=)", "f(a, b=, c=, *, d=)", ""),
-        ("f(a, *, b)", "f(a, *, b=)", ""),
-        ("f(a)", "f()", "a went"),
-        ("f(a)", "f(a, b)", "b must be given"),
-        ("f(a=)", "f(a)", "a lost its default"),
-        ("f(a, b)", "f(b, a)", "['a', 'b'] are in other places"),
-        ("f(a)", "f(*, a)", "['a'] are in other places"),
-        ("f(*, a, b)", "f(*, b, a)", ""),
-        ("f(*args, a=, **others)", "f(*args, a=, b=, **others)", ""),
+        ("f(a, b=)", "f(a, b=, c=, *, d=)", ""), ("f(a, *, b)", "f(a, *, b=)", ""), ("f(a)", "f()", "a went"),
+        ("f(a)", "f(a, b)", "b must be given"), ("f(a=)", "f(a)", "a lost its default"),
+        ("f(a, b)", "f(b, a)", "['a', 'b'] are in other places"), ("f(a)", "f(*, a)", "['a'] are in other places"),
+        ("f(*, a, b)", "f(*, b, a)", ""), ("f(*args, a=, **others)", "f(*args, a=, b=, **others)", ""),
     ],
-)
+)  # fmt: skip
 def test_what_breaks_a_call(before: str, now: str, why: str) -> None:
     assert breaks(before, now) == why
 

@@ -75,17 +75,13 @@ def test_the_same_seed_gives_bit_equal_losses_and_records_count_real_tokens(unin
 
 # ranks and words of the run that saves, and of the one that loads, tolerance
 RESUMES = [
-    (4, "", 4, "", 0.0),
-    (2, SHARDED, 2, SHARDED, 0.0),
-    (4, OVERLAPPED, 4, OVERLAPPED, 0.0),
-    (2, "", 2, SHARDED, LAYOUT_TOLERANCE),
-    (4, "", 2, SHARDED, LAYOUT_TOLERANCE),
-    (2, SHARDED, 2, "", LAYOUT_TOLERANCE),
-    (4, "", 4, TP2_PP2, LAYOUT_TOLERANCE),
+    (4, "", 4, "", 0.0), (2, SHARDED, 2, SHARDED, 0.0), (4, OVERLAPPED, 4, OVERLAPPED, 0.0),
+    (2, "", 2, SHARDED, LAYOUT_TOLERANCE), (4, "", 2, SHARDED, LAYOUT_TOLERANCE),
+    (2, SHARDED, 2, "", LAYOUT_TOLERANCE), (4, "", 4, TP2_PP2, LAYOUT_TOLERANCE),
     (2, SHARDED, 4, f"{TP2_SP} {SHARDED}", LAYOUT_TOLERANCE),
     (4, f"--num-layers 4 {TP2_PP2} {SHARDED}", 4, f"{PP2_VPP2} {SHARDED}", LAYOUT_TOLERANCE),
     (2, PP2_VPP2, 2, f"--num-layers 4 {OVERLAPPED}", LAYOUT_TOLERANCE),
-]
+]  # fmt: skip
 
 
 @pytest.mark.by_day("2--2---use-distributed-optimizer")

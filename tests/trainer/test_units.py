@@ -66,16 +66,12 @@ def test_iteration_line_is_read_by_megatron_parsers():
     found = {
         name: re.search(pattern, line)
         for name, pattern in {
-            "iteration": r"iteration\s+(\d+)/\s*(\d+)",
-            "samples": r"consumed samples:\s+(\d+)",
+            "iteration": r"iteration\s+(\d+)/\s*(\d+)", "samples": r"consumed samples:\s+(\d+)",
             "ms": r"elapsed time per iteration \(ms\): ([\d.]+)",
-            "tflops": r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)",
-            "lr": r"learning rate: ([\d.E+-]+)",
-            "batch": r"global batch size:\s+(\d+)",
-            "loss": r"lm loss: ([\d.E+-]+)",
-            "norm": r"grad norm: ([\d.]+)",
+            "tflops": r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)", "lr": r"learning rate: ([\d.E+-]+)",
+            "batch": r"global batch size:\s+(\d+)", "loss": r"lm loss: ([\d.E+-]+)", "norm": r"grad norm: ([\d.]+)",
         }.items()
-    }
+    }  # fmt: skip
     assert all(found.values()), found
     assert found["iteration"].groups() == ("6", "100")
     assert float(found["ms"][1]) == 1000

@@ -22,31 +22,13 @@ from tests.unit.sources import PACKAGES, ROOT, by_class, files_of, is_kernel, mo
 
 
 RUNS_CODE = {
-    "eval": "",
-    "exec": "",
-    "compile": "",
-    "pickle.load": "",
-    "pickle.loads": "",
-    "pickle.Unpickler": "",
-    "marshal.loads": "",
-    "shelve.open": "",
-    "yaml.load": "",
-    "torch.load": "weights_only=True",
-    "np.load": "allow_pickle=False",
-    "numpy.load": "allow_pickle=False",
-    "os.system": "",
-    "os.popen": "",
-    "jinja2.Environment": "",
-    "Environment": "",
-    "runpy.run_path": "",
-    ".all_gather_object": "",
-    ".gather_object": "",
-    ".broadcast_object_list": "",
-    ".scatter_object_list": "",
-    ".send_object_list": "",
-    ".recv_object_list": "",
+    "eval": "", "exec": "", "compile": "", "pickle.load": "", "pickle.loads": "", "pickle.Unpickler": "",
+    "marshal.loads": "", "shelve.open": "", "yaml.load": "", "torch.load": "weights_only=True",
+    "np.load": "allow_pickle=False", "numpy.load": "allow_pickle=False", "os.system": "", "os.popen": "",
+    "jinja2.Environment": "", "Environment": "", "runpy.run_path": "", ".all_gather_object": "", ".gather_object": "",
+    ".broadcast_object_list": "", ".scatter_object_list": "", ".send_object_list": "", ".recv_object_list": "",
     ".recv": "",
-}
+}  # fmt: skip
 """Call -> the argument that makes it harmless. Those with a dot first are methods of anything."""
 LAST_NAMES = {name.rpartition(".")[2] for name in RUNS_CODE}
 IMPORTED_FROM = ("pickle", "torch", "marshal", "importlib")

@@ -85,21 +85,14 @@ DANGEROUS = [
     ("attention_dropout", 0.1, {}),
     ("apply_rope_fusion", True, {}),
     ("bias_activation_fusion", True, {"activation_func": torch.nn.functional.gelu}),
-    ("bias_dropout_fusion", True, {}),
-    ("glu_linear_offset", 1.0, {"gated_linear_unit": True}),
-    ("activation_func_clamp_value", 7.0, {"gated_linear_unit": True}),
-    ("moe_router_topk", 4, {}),
-    ("pipeline_model_parallel_layout", "Ett|ttL", {}),
-    ("microbatch_group_size_per_vp_stage", 4, {}),
-    ("calculate_per_token_loss", False, {}),
-    ("cross_entropy_loss_fusion", True, {}),
-    ("context_parallel_size", 2, {}),
-    ("cp_comm_type", "a2a", {}),
-    ("use_te_rng_tracker", True, {}),
-    ("deallocate_pipeline_outputs", True, {}),
+    ("bias_dropout_fusion", True, {}), ("glu_linear_offset", 1.0, {"gated_linear_unit": True}),
+    ("activation_func_clamp_value", 7.0, {"gated_linear_unit": True}), ("moe_router_topk", 4, {}),
+    ("pipeline_model_parallel_layout", "Ett|ttL", {}), ("microbatch_group_size_per_vp_stage", 4, {}),
+    ("calculate_per_token_loss", False, {}), ("cross_entropy_loss_fusion", True, {}), ("context_parallel_size", 2, {}),
+    ("cp_comm_type", "a2a", {}), ("use_te_rng_tracker", True, {}), ("deallocate_pipeline_outputs", True, {}),
     ("pipeline_dtype", torch.float16, {}),
     ("pipeline_dtype", torch.bfloat16, {"fp32_residual_connection": True}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("field", "value", "needed"), DANGEROUS, ids=[row[0] for row in DANGEROUS])

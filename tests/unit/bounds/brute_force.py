@@ -62,13 +62,9 @@ def all_plans(samples: tuple[Sample, ...], model: CostModel, num_microbatches: i
         first_lane: int, cp_size: int, inside: tuple[Sample, ...], exchange: str, inner: int, way: str
     ) -> Bucket:
         return Bucket(
-            first_lane=first_lane,
-            cp_size=cp_size,
-            samples=inside,
-            cp_comm_type=exchange,
-            inner_cp_size=inner,
+            first_lane=first_lane, cp_size=cp_size, samples=inside, cp_comm_type=exchange, inner_cp_size=inner,
             state_exchange=way,
-        )
+        )  # fmt: skip
 
     of_state = tokens_of_states(model.model, topology, options)
 
@@ -141,13 +137,9 @@ def tiny_case(seed: int, most_assignments: int, tp_sizes: tuple[int, ...] = (1,)
         pp_size = draw.choice((1, 1, 2, 2, 3))
         tp_size = draw.choice(tp_sizes)
         topology = Topology(
-            num_lanes=draw.choice((1, 2, 2, 3, 4)),
-            tp_size=tp_size,
-            sequence_parallel=tp_size > 1,
-            pp_size=pp_size,
-            vp_size=draw.choice((1, 1, 2)) if pp_size == 2 else 1,
-            ranks_per_node=draw.choice((1, 2, 3, 8)),
-        )
+            num_lanes=draw.choice((1, 2, 2, 3, 4)), tp_size=tp_size, sequence_parallel=tp_size > 1, pp_size=pp_size,
+            vp_size=draw.choice((1, 1, 2)) if pp_size == 2 else 1, ranks_per_node=draw.choice((1, 2, 3, 8)),
+        )  # fmt: skip
         limit = draw.choice((32, 64, 100))
         options = PlanOptions(
             max_tokens_per_rank=limit,

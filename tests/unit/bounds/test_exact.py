@@ -59,14 +59,10 @@ def test_exact_is_what_brute_force_finds(first, stop):
 @pytest.mark.parametrize(
     ("num_lanes", "ep_size", "pp_size", "lengths"),
     [
-        (2, 2, 1, (60, 30, 20, 9)),
-        (2, 2, 2, (60, 30, 9)),
-        (4, 2, 1, (100, 40, 7)),
-        (4, 4, 1, (200, 40, 30)),
-        (4, 4, 2, (60, 50)),
-        (4, 2, 2, (100, 9)),
+        (2, 2, 1, (60, 30, 20, 9)), (2, 2, 2, (60, 30, 9)), (4, 2, 1, (100, 40, 7)), (4, 4, 1, (200, 40, 30)),
+        (4, 4, 2, (60, 50)), (4, 2, 2, (100, 9)),
     ],
-)
+)  # fmt: skip
 def test_exact_is_what_brute_force_finds_where_lanes_share_experts(num_lanes, ep_size, pp_size, lengths):
     """bound <= exact = brute force <= plan."""
     topology = Topology(num_lanes=num_lanes, ep_size=ep_size, pp_size=pp_size)

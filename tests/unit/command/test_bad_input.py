@@ -196,11 +196,7 @@ CASES = {
         (["--first-lanes", "5"], "--first-lanes is 5, there are 4 lanes"),
     ],
     "report": [
-        *ANY_BATCH,
-        *ANY_JOB,
-        *SEVERAL,
-        *POLICY,
-        (["--output", "no/report.html"], "cannot write no/report.html"),
+        *ANY_BATCH, *ANY_JOB, *SEVERAL, *POLICY, (["--output", "no/report.html"], "cannot write no/report.html"),
         (["--output", "report.pdf"], "--output report.pdf ends in '.pdf', a report is .html or .htm: rename it"),
         (["--output", "report"], "--output report ends in nothing, a report is .html or .htm: rename it"),
         (["--run", "folder.npy"], "--lengths says what to simulate, --run is about a run"),
@@ -214,7 +210,7 @@ CASES = {
         (["--output", "x.txt"], "--output x.txt ends in '.txt', a hardware file is .json"),
     ],
     "doctor": JSON,
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -380,15 +380,11 @@ def test_no_verdict_without_a_comparison():
         ((1.01, None, None), "no"),
         ((1.034, None, None), "no"),  # 1.03x is what is shown
         ((1.036, None, None), "unclear"),  # one batch
-        ((1.5, None, None), "unclear"),
-        ((1.02, 1.01, 1.03), "no"),
-        ((1.034, 1.02, 1.05), "no"),
-        ((1.10, 1.034, 1.2), "unclear"),
-        ((1.02, 0.95, 1.10), "unclear"),
-        ((1.10, 1.04, 1.2), "yes"),
+        ((1.5, None, None), "unclear"), ((1.02, 1.01, 1.03), "no"), ((1.034, 1.02, 1.05), "no"),
+        ((1.10, 1.034, 1.2), "unclear"), ((1.02, 0.95, 1.10), "unclear"), ((1.10, 1.04, 1.2), "yes"),
         ((0.98, 0.97, 0.99), "no"),
     ],
-)
+)  # fmt: skip
 def test_a_gain_of_up_to_three_percent_is_too_small_to_recommend(factors, pays):
     ratio, low, high = factors
     assert (

@@ -59,17 +59,13 @@ def test_each_set_changes_what_it_names(prices) -> None:
     expected = {
         "TP collectives overlapped in all jobs": ours == theirs < 1,
         "TP collectives overlapped in static jobs alone": ours == 1 > theirs,
-        "attention half as fast": ours == theirs > 1,
-        "attention 30% faster": ours == theirs < 1,
-        "linear attention half as fast": ours == theirs > 1,
-        "linear attention twice as fast": ours == theirs < 1,
-        "the host half as fast": ours == theirs > 1.5,
-        "links half as fast": ours == theirs > 1,
-        "all-to-all between experts": ours == theirs > 1,
-        "HybridEP between experts, overlapped": ours == theirs < 1,
+        "attention half as fast": ours == theirs > 1, "attention 30% faster": ours == theirs < 1,
+        "linear attention half as fast": ours == theirs > 1, "linear attention twice as fast": ours == theirs < 1,
+        "the host half as fast": ours == theirs > 1.5, "links half as fast": ours == theirs > 1,
+        "all-to-all between experts": ours == theirs > 1, "HybridEP between experts, overlapped": ours == theirs < 1,
         "gradients reduced in the open": ours == theirs == 1
         and CostModel(other.problem(STATIC)).reduction.least_s > CostModel(JOB.problem(STATIC)).reduction.least_s,
-    }
+    }  # fmt: skip
     assert expected[prices.name]
     assert len(expected) == len(PRICE_SETS)
 

@@ -165,16 +165,11 @@ def test_bad_tokenizers_are_explained(changes, part):
 @pytest.mark.parametrize(
     ("split", "part"),
     [
-        ("0,0,0", "sums to 0"),
-        ("1,-1,3", "below 0"),
-        ("nan,1,1", "below 0 or without bound"),
-        ("inf,1,1", "without bound"),
-        ("1e308,1e308,1", "sums to inf"),
-        ("90,10", "has 2 weights, not 3"),
-        ("90,ten,0", "not a number"),
-        ("", "not a number"),
+        ("0,0,0", "sums to 0"), ("1,-1,3", "below 0"), ("nan,1,1", "below 0 or without bound"),
+        ("inf,1,1", "without bound"), ("1e308,1e308,1", "sums to inf"), ("90,10", "has 2 weights, not 3"),
+        ("90,ten,0", "not a number"), ("", "not a number"),
     ],
-)
+)  # fmt: skip
 def test_bad_splits_are_explained(split, part):
     with pytest.raises(InvalidInputError) as caught:
         parse_split(split)

@@ -175,20 +175,16 @@ SIZES, OFFSETS, BOUNDARIES = 34, 34 + 4 * NUM_SEQUENCES, 34 + 12 * NUM_SEQUENCES
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        (put("<9s", 0, b"NOTANIDX!"), "a Megatron index with"),
-        (put("<Q", 9, 2), "has version 2, only 1 is known"),
-        (put("<B", 17, 6), "has token type 6"),
-        (put("<B", 17, 99), "has token type 99"),
-        (put("<Q", 18, 1 << 60), "is truncated"),
-        (put("<Q", 18, 7), "its header says"),
-        (lambda content: content + b"x", "its header says"),
-        (put("<i", SIZES, -3), "do not lie one after the other"),
+        (put("<9s", 0, b"NOTANIDX!"), "a Megatron index with"), (put("<Q", 9, 2), "has version 2, only 1 is known"),
+        (put("<B", 17, 6), "has token type 6"), (put("<B", 17, 99), "has token type 99"),
+        (put("<Q", 18, 1 << 60), "is truncated"), (put("<Q", 18, 7), "its header says"),
+        (lambda content: content + b"x", "its header says"), (put("<i", SIZES, -3), "do not lie one after the other"),
         (put("<q", OFFSETS + 8, 5), "do not lie one after the other"),
         (put("<q", BOUNDARIES, 1), "do not rise from 0 to its 8 sequences"),
         (put("<q", BOUNDARIES + 8, 7), "do not rise"),
         (put("<q", BOUNDARIES + 40, 9), "do not rise"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_idx_is_explained(tmp_path, change, part):
     prefix = write_indexed(tmp_path)
     rewrite(prefix, ".idx", change)

@@ -35,15 +35,11 @@ def test_folders_are_recursive_sorted_and_skip_what_is_not_text(tree):
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
-        ("*.py", ["a.py"]),
-        ("**/*.py", ["a.py", "sub/deep/c.py"]),
-        ("sub/*", ["sub/d.txt"]),
-        ("sub/**", ["sub/d.txt", "sub/deep/c.py"]),
-        ("**/deep/?.p[xy]", ["sub/deep/c.py"]),
-        (".hidden*", [".hidden.txt"]),
-        ("*.md", []),
+        ("*.py", ["a.py"]), ("**/*.py", ["a.py", "sub/deep/c.py"]), ("sub/*", ["sub/d.txt"]),
+        ("sub/**", ["sub/d.txt", "sub/deep/c.py"]), ("**/deep/?.p[xy]", ["sub/deep/c.py"]),
+        (".hidden*", [".hidden.txt"]), ("*.md", []),
     ],
-)
+)  # fmt: skip
 def test_patterns(tree, pattern, expected):
     assert names(tree, pattern) == expected
 

@@ -33,14 +33,10 @@ def test_every_kind_of_file_marks_batches(kind, text, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (".txt", "812 90\n15000\n"),
-        (".txt", "\n\n812 90\n15000\n\n"),
-        (".csv", "seqlen\n812\n90\n15000\n"),
-        (".csv", "batch\n812\n90\n15000\n"),
-        (".csv", "812\n90\n15000\n"),
-        (".jsonl", '812\n90\n{"length": 15000}\n'),
+        (".txt", "812 90\n15000\n"), (".txt", "\n\n812 90\n15000\n\n"), (".csv", "seqlen\n812\n90\n15000\n"),
+        (".csv", "batch\n812\n90\n15000\n"), (".csv", "812\n90\n15000\n"), (".jsonl", '812\n90\n{"length": 15000}\n'),
     ],
-)
+)  # fmt: skip
 def test_a_file_without_marks_is_one_batch(kind, text, tmp_path):
     file = tmp_path / f"lengths{kind}"
     file.write_text(text)

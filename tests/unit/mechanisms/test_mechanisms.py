@@ -38,21 +38,13 @@ def test_a_bucket_accepts_every_inner_size_of_its_mechanism():
 @pytest.mark.parametrize(
     ("name", "cp_size", "sharing", "sizes"),
     [
-        ("p2p", 64, Sharing(None, 1), (1,)),
-        ("all_gather", 64, Sharing(None, 1), (1,)),
-        ("a2a", 8, HEADS, (8,)),
-        ("a2a", 16, HEADS, ()),
-        ("a2a", 8, Sharing(None, 4), ()),
-        ("a2a+p2p", 16, HEADS, (4, 2)),
-        ("a2a+p2p", 16, Sharing((8, 2), 16), (8, 4, 2)),
-        ("a2a+p2p", 16, Sharing((8, 2), 4, allowed=(2, 8)), (2,)),
-        ("a2a+p2p", 16, Sharing((6, 2), 4), (2,)),
-        ("a2a+p2p", 2, HEADS, ()),
-        ("a2a+p2p", 16, Sharing(None, 4), ()),
-        ("latent", 16, Sharing(None, 4, has_latents=True), (1,)),
-        ("latent", 16, HEADS, ()),
+        ("p2p", 64, Sharing(None, 1), (1,)), ("all_gather", 64, Sharing(None, 1), (1,)), ("a2a", 8, HEADS, (8,)),
+        ("a2a", 16, HEADS, ()), ("a2a", 8, Sharing(None, 4), ()), ("a2a+p2p", 16, HEADS, (4, 2)),
+        ("a2a+p2p", 16, Sharing((8, 2), 16), (8, 4, 2)), ("a2a+p2p", 16, Sharing((8, 2), 4, allowed=(2, 8)), (2,)),
+        ("a2a+p2p", 16, Sharing((6, 2), 4), (2,)), ("a2a+p2p", 2, HEADS, ()), ("a2a+p2p", 16, Sharing(None, 4), ()),
+        ("latent", 16, Sharing(None, 4, has_latents=True), (1,)), ("latent", 16, HEADS, ()),
     ],
-)
+)  # fmt: skip
 def test_inner_sizes(name, cp_size, sharing, sizes):
     assert MECHANISMS[name].inner_sizes(cp_size, sharing) == sizes
     assert attentions_of([name], cp_size, sharing) == [Attention(name, inner) for inner in sizes]

@@ -100,15 +100,11 @@ def test_copies_of_gradients_can_be_what_does_not_fit():
 @pytest.mark.parametrize(
     ("topology", "options", "num_communicators"),
     [
-        (Topology(num_lanes=1), {}, 0),
-        (Topology(num_lanes=1, tp_size=2), {}, 2 + 1),
-        (Topology(num_lanes=1, pp_size=2), {}, 2 + 1),
-        (Topology(num_lanes=1, pp_size=2, vp_size=2), {}, 2 + 1),
+        (Topology(num_lanes=1), {}, 0), (Topology(num_lanes=1, tp_size=2), {}, 2 + 1),
+        (Topology(num_lanes=1, pp_size=2), {}, 2 + 1), (Topology(num_lanes=1, pp_size=2, vp_size=2), {}, 2 + 1),
         (Topology(num_lanes=1, pp_size=4, vp_size=1), {}, 2 + 1),
-        (Topology(num_lanes=1, pp_size=4, vp_size=4), {}, 2 + 2),
-        (Topology(num_lanes=8), {}, 2 + 1 + 3),
-        (Topology(num_lanes=8), {"min_cp_size": 8}, 2 + 1 + 1),
-        (Topology(num_lanes=8), {"max_cp_size": 1}, 2 + 1),
+        (Topology(num_lanes=1, pp_size=4, vp_size=4), {}, 2 + 2), (Topology(num_lanes=8), {}, 2 + 1 + 3),
+        (Topology(num_lanes=8), {"min_cp_size": 8}, 2 + 1 + 1), (Topology(num_lanes=8), {"max_cp_size": 1}, 2 + 1),
         (Topology(num_lanes=8), {"pool": "always"}, 2 + 1 + 3 + 1),
         (Topology(num_lanes=8), {"min_cp_size": 8, "cp_comm_types": ("a2a+p2p",)}, 2 + 1 + 3 + 2),
         (Topology(num_lanes=8), {"cp_comm_types": ("p2p", "a2a+p2p")}, 2 + 1 + 3 + 3),
@@ -118,7 +114,7 @@ def test_copies_of_gradients_can_be_what_does_not_fit():
         (Topology(num_lanes=32), {"cp_comm_types": ("p2p", "a2a+p2p"), "inner_cp_sizes": (2, 4)}, 2 + 1 + 5 + 7),
         (Topology(num_lanes=32), {"cp_comm_types": ("p2p", "a2a+p2p"), "max_cp_size": 8}, 2 + 1 + 3 + 3),
     ],
-)
+)  # fmt: skip
 def test_communicators_that_are_made(topology, options, num_communicators):
     model = replace(MODEL, num_layers=16)
     options = replace(OPTIONS, **options)

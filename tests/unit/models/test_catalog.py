@@ -40,18 +40,12 @@ def test_models():
 @pytest.mark.parametrize(
     ("name", "parameters", "tolerance"),
     [
-        ("llama-2-7b", 6_738_415_616, 0),
-        ("llama-2-13b", 13_015_864_320, 0),
-        ("llama-2-70b", 68_976_648_192, 0),
-        ("llama-3-8b", 8_030_261_248, 0),
-        ("llama-3-70b", 70_553_706_496, 0),
-        ("qwen2.5-7b", 7_615_616_512, 2e-5),
-        ("qwen2.5-32b", 32_763_876_352, 2e-5),
-        ("qwen3-8b", 8_190_735_360, 2e-5),
-        ("mixtral-8x7b", 46_702_792_704, 0),
+        ("llama-2-7b", 6_738_415_616, 0), ("llama-2-13b", 13_015_864_320, 0), ("llama-2-70b", 68_976_648_192, 0),
+        ("llama-3-8b", 8_030_261_248, 0), ("llama-3-70b", 70_553_706_496, 0), ("qwen2.5-7b", 7_615_616_512, 2e-5),
+        ("qwen2.5-32b", 32_763_876_352, 2e-5), ("qwen3-8b", 8_190_735_360, 2e-5), ("mixtral-8x7b", 46_702_792_704, 0),
         ("qwen3-30b-a3b", 30_532_122_624, 2e-5),
     ],
-)
+)  # fmt: skip
 def test_parameters_of_the_bundled_models(name, parameters, tolerance):
     model = catalog.load_model(name)
     assert model.num_parameters == pytest.approx(parameters, rel=tolerance, abs=0)

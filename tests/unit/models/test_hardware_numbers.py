@@ -47,21 +47,14 @@ def test_every_number_has_a_unit_and_bundled_ones_are_plausible() -> None:
         ("bandwidth_across_nodes_bytes_per_s", "1GiB/s", 2**30),
         ("bandwidth_across_nodes_bytes_per_s", "12500000000 bytes/s", 12.5e9),
         ("bandwidth_across_nodes_bytes_per_s", "1.25e10B/s", 12.5e9),
-        ("bandwidth_across_nodes_bytes_per_s", "1.25e10", 12.5e9),
-        ("peak_flops_per_s", "989TFLOP/s", 989e12),
-        ("peak_flops_per_s", "989 TFLOPS", 989e12),
-        ("peak_flops_per_s", "0.989PFLOP/s", 989e12),
-        ("exchange_latency_s_per_layer", "15us", 15e-6),
-        ("exchange_latency_s_per_layer", "15 µs", 15e-6),
-        ("exchange_latency_s_per_layer", "0.015ms", 15e-6),
-        ("hbm_bytes", "80GB", 80e9),
-        ("hbm_bytes", "80 GiB", 80 * 2**30),
-        ("hbm_bytes", "0", 0),
-        ("linear_extra_tokens", "256", 256),
-        ("linear_extra_tokens", "256 tokens", 256),
-        ("recompute_overhead_credit", "0.5", 0.5),
+        ("bandwidth_across_nodes_bytes_per_s", "1.25e10", 12.5e9), ("peak_flops_per_s", "989TFLOP/s", 989e12),
+        ("peak_flops_per_s", "989 TFLOPS", 989e12), ("peak_flops_per_s", "0.989PFLOP/s", 989e12),
+        ("exchange_latency_s_per_layer", "15us", 15e-6), ("exchange_latency_s_per_layer", "15 µs", 15e-6),
+        ("exchange_latency_s_per_layer", "0.015ms", 15e-6), ("hbm_bytes", "80GB", 80e9),
+        ("hbm_bytes", "80 GiB", 80 * 2**30), ("hbm_bytes", "0", 0), ("linear_extra_tokens", "256", 256),
+        ("linear_extra_tokens", "256 tokens", 256), ("recompute_overhead_credit", "0.5", 0.5),
     ],
-)
+)  # fmt: skip
 def test_units(name: str, text: str, value: float) -> None:
     assert parse_number("here", name, text) == pytest.approx(value, rel=1e-12)
 

@@ -90,13 +90,9 @@ UNIT_HARDWARE = Hardware(
     attention_full_backward_flops_per_s=80,
     attention_full_backward_extra_tokens=2,
     bandwidth_in_node_bytes_per_s=4,  # 32 bytes of keys and values per token: 8 s
-    bandwidth_across_nodes_bytes_per_s=2,
-    p2p_bandwidth_bytes_per_s=1,
-    exchange_latency_s_per_layer=0.5,
-    forward_overhead_s_per_layer=0,
-    backward_overhead_s_per_layer=0,
-    overhead_s_per_bucket_stage=0,
-)
+    bandwidth_across_nodes_bytes_per_s=2, p2p_bandwidth_bytes_per_s=1, exchange_latency_s_per_layer=0.5,
+    forward_overhead_s_per_layer=0, backward_overhead_s_per_layer=0, overhead_s_per_bucket_stage=0,
+)  # fmt: skip
 FOUR_LANES = Topology(num_lanes=4)
 
 

@@ -153,16 +153,10 @@ def test_the_fastest_option_wins_and_the_first_of_equals():
 @pytest.mark.parametrize(
     ("num_lanes", "tp_size", "pp_size", "ranks_per_node"),
     [
-        (1, 1, 1, 8),
-        (64, 1, 1, 8),
-        (12, 1, 2, 8),
-        (12, 3, 3, 8),
-        (7, 2, 4, 5),
-        (33, 1, 3, 6),
-        (16, 16, 2, 8),
+        (1, 1, 1, 8), (64, 1, 1, 8), (12, 1, 2, 8), (12, 3, 3, 8), (7, 2, 4, 5), (33, 1, 3, 6), (16, 16, 2, 8),
         (5, 1, 1, 1),
     ],
-)
+)  # fmt: skip
 def test_links_are_those_of_the_topology(num_lanes, tp_size, pp_size, ranks_per_node):
     topology = Topology(num_lanes=num_lanes, tp_size=tp_size, pp_size=pp_size, ranks_per_node=ranks_per_node)
     links = links_of(topology)

@@ -26,14 +26,10 @@ def problem_of(topology: Topology, **options: object) -> Problem:
     ("exchange", "cp_size", "inner", "across"),
     [
         # (of 8 lanes on nodes of 2) bytes to other nodes over all bytes
-        ("p2p", 8, 1, 4 / 8),
-        ("all_gather", 4, 1, 2 / 4),
-        ("p2p", 2, 1, 0.0),
-        ("a2a", 4, 4, 2 / 3),
-        ("a2a", 8, 8, 6 / 7),
-        ("a2a+p2p", 8, 2, None),
+        ("p2p", 8, 1, 4 / 8), ("all_gather", 4, 1, 2 / 4), ("p2p", 2, 1, 0.0), ("a2a", 4, 4, 2 / 3),
+        ("a2a", 8, 8, 6 / 7), ("a2a+p2p", 8, 2, None),
     ],
-)
+)  # fmt: skip
 def test_exchanges_send_what_their_formula_says_over_the_links_of_their_lanes(exchange, cp_size, inner, across):
     topology = Topology(num_lanes=8, tp_size=2, pp_size=2, ranks_per_node=4, sequence_parallel=True)
     bucket = Bucket(

@@ -61,16 +61,11 @@ OTHERS = {
     "lengths": partial(length_histogram, LENGTHS),
     "one-length": partial(length_histogram, [1]),
     "all-lengths": partial(length_histogram, [1 << power for power in range(22)]),
-    "knee": partial(knee, KNEE_POINTS),
-    "times": partial(times, RECORDS),
-    "agreement": partial(agreement, RECORDS),
-    "cp-sizes": partial(cp_sizes, RECORDS),
-    "losses": partial(losses, RECORDS),
-    "times-one": partial(times, RECORDS[:1]),
-    "agreement-one": partial(agreement, RECORDS[:1]),
-    "cp-sizes-one": partial(cp_sizes, RECORDS[:1]),
-    "losses-one": partial(losses, RECORDS[:1]),
-}
+    "knee": partial(knee, KNEE_POINTS), "times": partial(times, RECORDS), "agreement": partial(agreement, RECORDS),
+    "cp-sizes": partial(cp_sizes, RECORDS), "losses": partial(losses, RECORDS),
+    "times-one": partial(times, RECORDS[:1]), "agreement-one": partial(agreement, RECORDS[:1]),
+    "cp-sizes-one": partial(cp_sizes, RECORDS[:1]), "losses-one": partial(losses, RECORDS[:1]),
+}  # fmt: skip
 ALL = [(f"{case} {kind}", (case, kind)) for case in CASES for kind in ("gantt", "cp-map", "imbalance")]
 ALL += [(name, (None, name)) for name in OTHERS]
 

@@ -42,15 +42,11 @@ def _warns_anew() -> None:
 @pytest.mark.parametrize(
     ("num_samples", "longest", "lanes", "pp_size", "limit", "vp_group", "max_sequences"),
     [
-        (512, 16384, 16, 1, 8192, None, None),
-        (512, 32768, 16, 1, 8192, None, None),
-        (512, 32768, 32, 1, 16384, None, None),
-        (64, 32768, 8, 4, 16384, None, None),
-        (64, 32768, 8, 4, 16384, 4, None),
-        (128, 32768, 8, 4, 16384, 5, 3),
-        (128, 32768, 8, 1, 16384, None, 2),
+        (512, 16384, 16, 1, 8192, None, None), (512, 32768, 16, 1, 8192, None, None),
+        (512, 32768, 32, 1, 16384, None, None), (64, 32768, 8, 4, 16384, None, None),
+        (64, 32768, 8, 4, 16384, 4, None), (128, 32768, 8, 4, 16384, 5, 3), (128, 32768, 8, 1, 16384, None, 2),
     ],
-)
+)  # fmt: skip
 def test_never_slower_than_the_greedy_that_it_replaces(
     num_samples: int, longest: int, lanes: int, pp_size: int, limit: int, vp_group: int | None,
     max_sequences: int | None,

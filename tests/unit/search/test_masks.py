@@ -11,18 +11,7 @@ from dynamic_cp.errors import IllegalPlanError, InvalidInputError, UnsupportedFe
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.work import length_sums, plan_flops
 from dynamic_cp.search.planner_process import Request, answer
-from dynamic_cp.types import (
-    CAUSAL,
-    FULL,
-    Bucket,
-    KeyRanges,
-    Lambda,
-    MicroBatch,
-    Plan,
-    Sample,
-    SharedQuestion,
-    Topology,
-)
+from dynamic_cp.types import CAUSAL, FULL, Bucket, KeyRanges, Lambda, MicroBatch, Plan, Sample, SharedQuestion, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, problem_of
 
 

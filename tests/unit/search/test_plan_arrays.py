@@ -24,14 +24,9 @@ from dynamic_cp.types import PlanOptions, Problem, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 
 LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-}
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+}  # fmt: skip
 
 
 def planned(seqlens: Any, **changes: Any) -> PlanArrays:
@@ -61,14 +56,9 @@ def test_arrays_say_what_the_plan_says(
     seqlens: list[int], num_lanes: int, pp_size: int, tp_size: int, exchanges: Any
 ) -> None:
     plan = planned(
-        seqlens,
-        num_lanes=num_lanes,
-        pp_size=pp_size,
-        tp_size=tp_size,
-        sequence_parallel=tp_size > 1,
-        max_tokens_per_rank=512,
-        cp_comm_types=exchanges,
-    )
+        seqlens, num_lanes=num_lanes, pp_size=pp_size, tp_size=tp_size, sequence_parallel=tp_size > 1,
+        max_tokens_per_rank=512, cp_comm_types=exchanges,
+    )  # fmt: skip
     inner = plan.planned.plan
     check_plan(inner, samples_of(seqlens))
     assert plan.num_lanes == num_lanes
@@ -206,12 +196,8 @@ def test_a_sample_too_long_is_named_with_both_numbers_and_your_argument() -> Non
 @pytest.mark.parametrize(
     ("seqlens", "changes", "message"),
     [
-        ([], {}, r"shape \(0,\)"),
-        (5, {}, r"shape \(\)"),
-        ([[1, 2]], {}, r"shape \(1, 2\)"),
-        ([[1, 2], [3]], {}, "no array"),
-        ([1.5], {}, "float64, integers"),
-        ([True], {}, "bool, integers"),
+        ([], {}, r"shape \(0,\)"), (5, {}, r"shape \(\)"), ([[1, 2]], {}, r"shape \(1, 2\)"),
+        ([[1, 2], [3]], {}, "no array"), ([1.5], {}, "float64, integers"), ([True], {}, "bool, integers"),
         (Elsewhere(TypeError), {}, "no array: it is on cuda:0: .*CPU tensor"),
         (Elsewhere(RuntimeError), {}, "no array: it is on cuda:0: .*CPU tensor"),
         ([3, 0], {}, r"seqlens\[1\] is 0"),
@@ -237,7 +223,7 @@ def test_a_sample_too_long_is_named_with_both_numbers_and_your_argument() -> Non
         ([3], {"model": {}}, "model_type is None"),
         ([3], {"hardware": "b100"}, "none of the bundled hardware"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(seqlens: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DynamicCPError, match=message):
         planned(seqlens, **changes)
