@@ -32,12 +32,12 @@ from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.placement.placed import Placed, placed_of
 from dynamic_cp.placement.portfolio import candidates, caps_of, part_of, search_placement
-from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.placement.runs import table_of
 from dynamic_cp.placement.tile_search import improve_tiles, state_of
 from dynamic_cp.placement.token_graph import Caps, TokenGraph, blocks_of
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types.placement import PlacementProblem
 
 DATA = ("sft_longalign", "github_bal", "prolong")
 MASKS = ("causal", "lambda:64,4096", "causal_blockwise:256,2", "shared_question:4x0.2")

@@ -7,8 +7,8 @@ import numpy as np
 
 from dynamic_cp.decide.mask_rules import parse_mask_rule
 from dynamic_cp.placement.legal import tiles_between
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Placement, Sample, Tree
+from dynamic_cp.types.placement import Lanes
 
 
 def random_mask(random: np.random.Generator, seqlen: int) -> Mask | None:

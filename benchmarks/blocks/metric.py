@@ -8,8 +8,7 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.placement.placed import Placed
-from dynamic_cp.placement.problem import PlacementProblem
-from dynamic_cp.types.placement import HOLDER, LANE, START, STOP
+from dynamic_cp.types.placement import HOLDER, LANE, START, STOP, PlacementProblem
 
 
 class Traffic(NamedTuple):

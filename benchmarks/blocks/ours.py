@@ -13,10 +13,10 @@ from dynamic_cp.mechanisms.placed_seconds import link_rates, work_of_tiles
 from dynamic_cp.placement.divisions import Schedule
 from dynamic_cp.placement.divisions import divided as placed_in_divisions
 from dynamic_cp.placement.placed import Placed
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.search.placed import place_row
 from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Sample
 from dynamic_cp.types.counts import MAX_COUNT
+from dynamic_cp.types.placement import Lanes
 
 BLOCKS = Blocks()
 

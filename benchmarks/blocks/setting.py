@@ -12,9 +12,9 @@ from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.mechanisms.transfers import heads_of_rank, lanes_in_one_node
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import CP_COMM_TYPES, ModelShape, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types.placement import PlacementProblem
 
 LAYER = ModelShape(
     num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=8, num_query_groups=2, kv_channels=128,

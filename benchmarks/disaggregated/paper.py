@@ -15,7 +15,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Ints
-from dynamic_cp.placement.order import ascending
+from dynamic_cp.loops import ascending
 
 _CUT_TOKENS = 64
 """An annulus is cut at multiples of this many tokens of its head, with as many of its tail: tiles of 128."""

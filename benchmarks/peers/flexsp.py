@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.peer import PeerBucket, PeerResult, best_order, longest_first
-from dynamic_cp.convex import Convex
+from dynamic_cp.mechanisms.stage_attention import Convex
 from dynamic_cp.plans.padding import padded_seqlen
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.table import convex_of

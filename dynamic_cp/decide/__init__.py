@@ -6,7 +6,7 @@ like), `workloads` (by name), `given_batches` (of a file), `mask_rules` (masks b
 beat, and the exact search of tiny batches), `config_json` (of a model, read and written), `sent` (bytes that a plan
 sends), `plan_in_memory` (with a limit of tokens that memory holds), `longer_alone` (with samples above it),
 `plan_arrays` (for loops of any kind), `stage_splits` (how layers are shared out), `setting` (one way to lay out and
-plan a job), `comparison` (policies at one layout), `files` (written whole or not at all), `report` (pictures, HTML),
-`tried` and `sweep` (layouts), `doctor` (what is installed), `cli` (the command), `calibration` (measurements to a file
-of hardware), `first_day` (of a node).
+plan a job, and what is tried), `comparison` (policies at one layout), `files` (written whole or not at all), `report`
+(pictures, HTML), `sweep` (layouts), `doctor` (what is installed), `cli` (the command), `calibration` (measurements to a
+file of hardware), `first_day` (of a node).
 """

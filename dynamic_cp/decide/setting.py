@@ -1,14 +1,19 @@
-"""One way to lay out and plan a job: what a sweep tries, what a comparison judges, what a launch line says."""
+"""One way to lay out and plan a job: what a sweep tries, what a comparison judges, what a launch line says.
+What a sweep tries by default is here, too, for its search and its --help."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dynamic_cp.decide.stage_splits import in_words
 from dynamic_cp.types import (
+    CP_COMM_TYPES,
     EVERY_LAYER,
     POOL_POLICIES,
+    RECOMPUTE_MODES,
+    RING_ALONE,
     STATIC_POLICIES,
     CpCommType,
     PipelineLayers,
@@ -23,6 +28,18 @@ TpOverlap = Literal["none", "static", "all"]
 TP_OVERLAPS: tuple[str, ...] = get_args(TpOverlap)
 """Jobs whose TP collectives overlap with GEMMs. Userbuffers have one shape: a static job can pad each pack to it, which
 is priced as free, so "static" gives a baseline the most it can gain; dynamic CP has no such shape."""
+
+MAX_VP_SIZE = 5
+"""Most model chunks per pipeline stage, where chunks are whole layers; more gain little and take longer to plan."""
+
+LIMIT_DIVISORS = (1, 2, 4)
+"""Token limits per rank: what memory holds, divided by these; lower limits leave memory free."""
+
+RECOMPUTED = (*RECOMPUTE_MODES, "block")
+"""What backward may recompute: a mode, or the first layers of every model chunk, as few as memory asks for."""
+
+EXCHANGES: tuple[tuple[CpCommType, ...], ...] = (CP_COMM_TYPES, RING_ALONE)
+"""All exchanges that suit a model without windows and latents; or the ring alone, with fewer communicators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,3 +131,8 @@ class Setting:
             search=search,
             pool=POOL_POLICIES.get(self.policy, "off"),
         )
+
+
+def sizes_in(reason: str) -> list[str]:
+    """Return the options that a reason for refusing a layout is about, such as `--pp` and `--vpp`."""
+    return [f"--{name.lower()}" for name in ("TP", "PP", "VPP", "EP") if re.search(rf"\b{name}\b", reason)]

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dynamic_cp.arrays import Floats
-from dynamic_cp.convex import Convex, Linear
 from dynamic_cp.mechanisms.mechanism import LaneSeconds, Mechanism, Sharing, pairs_of_inner_groups
-from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.stage_attention import Convex, Linear, StageAttention
 from dynamic_cp.mechanisms.transfers import lanes_in_one_node, sent_bytes, why_inner_groups_are_split
 from dynamic_cp.types import CAUSAL, FULL, Bucket, Causal, Lambda, Mask, MicroBatch, Placement, Topology
 
 if TYPE_CHECKING:
-    from dynamic_cp.placement.problem import Lanes
     from dynamic_cp.placement.sent import Sent, TokenBytes
+    from dynamic_cp.types.placement import Lanes
 
 # `dynamic_cp.placement` is compiled. It is imported late, so that no command waits for the compiler in vain.
 
@@ -140,7 +139,7 @@ class Blocks(Mechanism):
 
 def _groups_of(bucket: Bucket, node_lanes: int) -> Lanes:
     """Return the inner groups of a bucket; its lanes if they exchange no heads."""
-    from dynamic_cp.placement.problem import Lanes
+    from dynamic_cp.types.placement import Lanes
 
     inner = bucket.inner_cp_size
     return Lanes(bucket.num_inner_groups, bucket.first_lane // inner, node_lanes // inner)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.convex import Convex
-from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.stage_attention import Convex, StageAttention
 from dynamic_cp.mechanisms.transfers import SentBytes, heads_of_rank, kv_heads_of, lanes_in_one_node, sent_bytes
 from dynamic_cp.types import (
     CAUSAL,

@@ -9,18 +9,17 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Bools, Floats, Ints
+from dynamic_cp.loops import first_not_below, sorted_by
 from dynamic_cp.mechanisms.mechanism import LaneSeconds
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.placement.cuts import placement_under
 from dynamic_cp.placement.divisions import LinkRates
 from dynamic_cp.placement.legal import tiles_between
-from dynamic_cp.placement.order import first_not_below, sorted_by
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.runs import Tiles
 from dynamic_cp.placement.sent import TokenBytes, lane_ends_s
 from dynamic_cp.placement.transport import fetches_of
 from dynamic_cp.types import CAUSAL, Causal, Full, Lambda, Placement, Sample
-from dynamic_cp.types.placement import COLUMN, DIVISION, LANE, ROW, SAMPLE
+from dynamic_cp.types.placement import COLUMN, DIVISION, LANE, ROW, SAMPLE, Lanes
 
 
 def placed_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> LaneSeconds:

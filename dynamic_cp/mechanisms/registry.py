@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dynamic_cp.convex import Convex, Linear
 from dynamic_cp.mechanisms.blocks import Blocks
 from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing
-from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.stage_attention import Convex, Linear, StageAttention
 from dynamic_cp.mechanisms.transfers import SentBytes, sent_bytes, why_inner_groups_are_split
 from dynamic_cp.types import IN_NODE, TRAITS, Attention, Bucket, CpCommType, Topology
 

@@ -6,6 +6,13 @@ faster. A kernel's rate saturates, rate(L) = rate_max * L / (L + L_half), so the
 * L): linear in the sums of S and S^2 over the bucket. The exchange of step j+1 runs while step j computes. The ring
 uses the NIC if the group spans nodes; of an all-to-all only the part that leaves the node does. Exchanges of keys and
 values carry twice the bytes backward (with their gradients); all-to-alls carry as many as forward.
+
+The seconds of a bucket are a convex, piecewise linear, increasing formula of its tokens T and squared tokens Q:
+
+    constant + per_token * T + per_token2 * Q + sum over k of weight_k * max(0, a_k + b_k * T + c_k * Q)
+
+or the host's seconds, if those are more. A kink is a step of an exchange that hides behind the attention of the whole
+bucket, so prices are not additive over samples. `pricing/table.py` has the formula as numbers for compiled loops.
 """
 
 from __future__ import annotations
@@ -14,7 +21,6 @@ from copy import copy
 from typing import NamedTuple, TypeVar
 
 from dynamic_cp.arrays import Floats
-from dynamic_cp.convex import Convex, Kink, Linear, merged
 from dynamic_cp.mechanisms.transfers import heads_of_rank, kv_heads_of, sent_bytes
 from dynamic_cp.types import ACROSS_NODES, FULL, IN_NODE, Causal, Full, Hardware, Lambda, Problem, Stage
 
@@ -23,6 +29,45 @@ _BACKWARD_FLOPS_OVER_FORWARD = 2.5
 
 
 _Counts = TypeVar("_Counts", float, Floats)
+
+
+class Linear(NamedTuple):
+    """constant + per_token * T + per_token2 * Q, in seconds."""
+
+    constant: float = 0.0
+    per_token: float = 0.0
+    per_token2: float = 0.0
+
+    def plus(self, other: Linear, times: float = 1.0) -> Linear:
+        """Return self + times * other."""
+        return Linear(
+            self.constant + times * other.constant,
+            self.per_token + times * other.per_token,
+            self.per_token2 + times * other.per_token2,
+        )
+
+
+class Kink(NamedTuple):
+    """weight * max(0, inner)."""
+
+    weight: float
+    inner: Linear
+
+
+class Convex(NamedTuple):
+    """Seconds of one direction: a linear part and the exposed part of hidden exchanges, or `host_s` if that is more."""
+
+    linear: Linear
+    kinks: tuple[Kink, ...] = ()
+    host_s: float = 0.0
+
+
+def merged(kinks: tuple[Kink, ...]) -> tuple[Kink, ...]:
+    """Return `kinks` with those of equal numbers added up and without those of weight 0."""
+    weights: dict[Linear, float] = {}
+    for weight, inner in kinks:
+        weights[inner] = weights.get(inner, 0.0) + weight
+    return tuple(Kink(weight, inner) for inner, weight in weights.items() if weight)
 
 
 class _Kernel(NamedTuple):

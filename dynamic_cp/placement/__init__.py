@@ -4,10 +4,8 @@ A sample is cut into *homes*, each on one lane; a *tile* is the attention of the
 Homes even out tokens, tiles even out work, and both keep traffic low: queries and outputs (a *row*) or keys and values
 (a *column*) travel once to each node and lane that needs them. Read in this order:
 
-- `order`: sorting and searching in compiled loops
 - `runs`: masks as runs of rows, and how many pairs lie between two stretches of a sample
 - `legal`: whether a placement computes what masks allow, once, and nothing else
-- `problem`: what a micro-batch is placed for, and the lanes of a placement
 - `transport`: what lanes fetch and give back, over which link and which relays, and in which division
 - `divisions`: when the inputs of tiles arrive, and which division computes them
 - `cuts`: homes cut to the parts that are used, or shared by lanes; layers with a window on homes of layers without

@@ -16,13 +16,12 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Bools, Floats, Ints
+from dynamic_cp.loops import ascending, sorted_by
 from dynamic_cp.placement.divisions import COMMON, LinkRates, Schedule, divided
 from dynamic_cp.placement.legal import tiles_between, with_masks
-from dynamic_cp.placement.order import ascending, sorted_by
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.runs import FIRST_ROW, ROW_STOP, RowRuns, runs_of, seen_in_run
 from dynamic_cp.types import Lambda, Mask, Placement, Sample
-from dynamic_cp.types.placement import COLUMN, HOLDER, LANE, ROW, SAMPLE, START, STOP
+from dynamic_cp.types.placement import COLUMN, HOLDER, LANE, ROW, SAMPLE, START, STOP, Lanes
 
 _NUM_STEPS = 32
 """Homes are cut at multiples of a step, of which a home has this many."""

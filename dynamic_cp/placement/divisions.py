@@ -14,11 +14,9 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.loops import pop, sift_down
-from dynamic_cp.placement.order import ascending, sorted_by
-from dynamic_cp.placement.problem import Lanes
+from dynamic_cp.loops import ascending, pop, sift_down, sorted_by
 from dynamic_cp.types import Placement
-from dynamic_cp.types.placement import DIVISION, HOLDER, LANE, START, STOP
+from dynamic_cp.types.placement import DIVISION, HOLDER, LANE, START, STOP, Lanes
 
 _LAST_SHARE = 0.4
 """Share of the last division, where the others have 1: what it gives back travels while nothing computes."""

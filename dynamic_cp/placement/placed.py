@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.order import ascending, first_not_below, sorted_by
-from dynamic_cp.placement.problem import PlacementProblem
+from dynamic_cp.loops import ascending, first_not_below, sorted_by
 from dynamic_cp.placement.runs import Tiles, count_tiles
 from dynamic_cp.placement.token_graph import TokenBlocks
-from dynamic_cp.types.placement import SAMPLE
+from dynamic_cp.types.placement import SAMPLE, PlacementProblem
 
 _GRAIN = 16
 """Pieces are cut to multiples of this many tokens, if lanes have room for several."""

@@ -12,9 +12,8 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.order import ascending, sorted_by, total_of
+from dynamic_cp.loops import ascending, sorted_by, total_of
 from dynamic_cp.placement.placed import Placed, placed_of
-from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.placement.row_search import Prices, improve_rows, pushed_rows, work_of_vertices
 from dynamic_cp.placement.runs import SUB_TILE
 from dynamic_cp.placement.tile_search import TileState, improve_tiles, state_of, transfers
@@ -29,6 +28,7 @@ from dynamic_cp.placement.token_graph import (
     place_documents,
 )
 from dynamic_cp.types.counts import MAX_COUNT, largest_power_of_two
+from dynamic_cp.types.placement import PlacementProblem
 from dynamic_cp.types.plan import Sample
 
 _ROUNDING = 1e-6

@@ -18,12 +18,11 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.loops import sorted_by
 from dynamic_cp.placement.cuts import placement_under
-from dynamic_cp.placement.order import sorted_by
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, Fetches, fetches_of
 from dynamic_cp.types import CAUSAL, Lambda, Mask, Placement, Sample
-from dynamic_cp.types.placement import COLUMN, ROW
+from dynamic_cp.types.placement import COLUMN, ROW, Lanes
 
 
 @compiled

@@ -10,8 +10,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.loops import draw, next_state
-from dynamic_cp.placement.order import total_of
+from dynamic_cp.loops import draw, next_state, total_of
 from dynamic_cp.placement.token_graph import Caps, PartLoads, TokenGraph
 
 _NUM_PARTNERS = 8

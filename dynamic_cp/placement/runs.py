@@ -15,7 +15,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Ints
-from dynamic_cp.placement.order import ascending, first_not_below
+from dynamic_cp.loops import ascending, first_not_below
 from dynamic_cp.types.masks import CAUSAL, Mask
 from dynamic_cp.types.plan import Sample
 

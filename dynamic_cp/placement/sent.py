@@ -17,7 +17,6 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.transport import (
     ACROSS,
     COLLECT,
@@ -30,6 +29,7 @@ from dynamic_cp.placement.transport import (
     messages_of,
 )
 from dynamic_cp.types import ACROSS_NODES, IN_NODE, Placement
+from dynamic_cp.types.placement import Lanes
 
 
 class TokenBytes(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.order import ascending
+from dynamic_cp.loops import ascending
 from dynamic_cp.placement.token_graph import Caps, TokenGraph
 
 _LEAST = 0.5

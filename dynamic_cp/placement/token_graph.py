@@ -15,7 +15,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.order import ascending, sorted_by
+from dynamic_cp.loops import ascending, sorted_by
 from dynamic_cp.placement.runs import RowRuns, Tiles, count_tiles, cut_samples, runs_of
 from dynamic_cp.types.masks import Mask
 from dynamic_cp.types.plan import Sample

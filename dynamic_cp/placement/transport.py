@@ -19,10 +19,9 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.order import ascending, sorted_by
-from dynamic_cp.placement.problem import Lanes
+from dynamic_cp.loops import ascending, sorted_by
 from dynamic_cp.types import Placement
-from dynamic_cp.types.placement import DIVISION, HOLDER, LANE, START, STOP
+from dynamic_cp.types.placement import DIVISION, HOLDER, LANE, START, STOP, Lanes
 
 _WHOLE, _HANDED_ON = 10, 3
 """Costs of fetching from another node, and of handing on inside the node, which is some times as fast."""

@@ -15,8 +15,8 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.loops import ascending
 from dynamic_cp.packing.level import deal
-from dynamic_cp.placement.order import ascending
 from dynamic_cp.types import Sample
 from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.order import ascending, first_not_below, sorted_by
+from dynamic_cp.loops import ascending, first_not_below, sorted_by
 from dynamic_cp.pool.tasks import TASKS_PER_DOCUMENT
 from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from dynamic_cp.errors import DisagreementError, InvalidInputError
 from dynamic_cp.pipeline.schedule import KINDS
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.plans.serialize import Fields, checked
 from dynamic_cp.pool.legal import servers_of
@@ -35,6 +34,7 @@ from dynamic_cp.pool.tasks import (
 from dynamic_cp.pool.ticks import Tick
 from dynamic_cp.pool.traffic import relay_order
 from dynamic_cp.types import Plan, Sample
+from dynamic_cp.types.placement import Lanes
 
 _SIDES = {"F": "forward", "B": "backward"}
 _TICK = re.compile(r"[FB]\d+")

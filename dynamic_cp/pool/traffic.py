@@ -7,11 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.transport import NUM_ROUNDS, Fetches, Messages, fetches_used
 from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, Tasks
 from dynamic_cp.types import ACROSS_NODES, IN_NODE
-from dynamic_cp.types.placement import COLUMN, HOLDER, ROW, SAMPLE, START
+from dynamic_cp.types.placement import COLUMN, HOLDER, ROW, SAMPLE, START, Lanes
 
 _TURN_TOKENS = 128
 """Most rows are cut at multiples of this: neighbouring ones of a holder have different relays."""

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats
-from dynamic_cp.convex import Linear
+from dynamic_cp.mechanisms.stage_attention import Linear
 from dynamic_cp.mechanisms.transfers import lanes_in_one_node
 from dynamic_cp.placement.sent import Sent
 from dynamic_cp.plans.stretches import Stretches

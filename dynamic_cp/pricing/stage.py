@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 
 from dynamic_cp.arrays import Floats
-from dynamic_cp.convex import Convex, Linear, merged
 from dynamic_cp.mechanisms.mechanism import LaneSeconds, Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
-from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.stage_attention import Convex, Linear, StageAttention, merged
 from dynamic_cp.mechanisms.transfers import lanes_in_one_node, links_of
 from dynamic_cp.plans.padding import sample_multiple
 from dynamic_cp.pricing.allowed import may_span_all, token_capacity

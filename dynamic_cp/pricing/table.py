@@ -4,9 +4,9 @@ The *terms* of a price, on one stage and in one direction, stand for
 
     max(host, constant + per_token * T + per_token2 * Q + sum over k of weight_k * max(0, a_k + b_k * T - c_k * Q))
 
-with T = sum of the padded lengths of a bucket and Q = sum of their squares (`convex.py` has the same as a formula).
-Only this file knows what stands where in such a row. Everyone else asks for the price itself (`price`, or `prices_of`
-for many rows at once), its tangent, a line below it, its linear part or its kinks.
+with T = sum of the padded lengths of a bucket and Q = sum of their squares (`stage_attention.Convex` is the same as a
+formula). Only this file knows what stands where in such a row. Everyone else asks for the price itself (`price`, or
+`prices_of` for many rows at once), its tangent, a line below it, its linear part or its kinks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Bools, Floats, Ints
-from dynamic_cp.convex import Convex, Kink, Linear, merged
+from dynamic_cp.mechanisms.stage_attention import Convex, Kink, Linear, merged
 
 NUM_KINKS = 4
 """Kinks of one direction: two of its own (first and later steps) and two of the forward pass that it repeats."""

@@ -22,7 +22,6 @@ from dynamic_cp.placement.cuts import Cut, spread, trimmed
 from dynamic_cp.placement.divisions import LinkRates, Schedule, divided
 from dynamic_cp.placement.legal import with_masks
 from dynamic_cp.placement.portfolio import Maker, candidates
-from dynamic_cp.placement.problem import Lanes, PlacementProblem
 from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.plans.padding import placed_tokens, round_up
 from dynamic_cp.plans.stretches import room_for_states, states_kept
@@ -30,6 +29,7 @@ from dynamic_cp.pricing.cost_model import CostModel, is_priced_lane_by_lane, lan
 from dynamic_cp.types import BY_PLACEMENT, Bucket, MicroBatch, Placement, Plan, Sample
 from dynamic_cp.types.counts import MAX_COUNT
 from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
+from dynamic_cp.types.placement import Lanes, PlacementProblem
 
 _SCHEDULES = (
     Schedule.of(2),

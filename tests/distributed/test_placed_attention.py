@@ -15,7 +15,6 @@ from torch import Tensor
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.placement.cuts import placement_under
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import programmes_of
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, fetches_of, messages_of
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes
@@ -41,6 +40,7 @@ from dynamic_cp.types import (
     Tree,
     parse_mask,
 )
+from dynamic_cp.types.placement import Lanes
 from megatron.dynamic_cp.attention.kernels.choice import CPU, KERNELS
 from megatron.dynamic_cp.attention.mechanisms import blocks
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError, LaneMessages

@@ -11,9 +11,9 @@ import torch
 from dynamic_cp.placement.cuts import Cut, spread, trimmed
 from dynamic_cp.placement.divisions import COMMON, Schedule, divided
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Placement, Sample, SharedQuestion
+from dynamic_cp.types.placement import Lanes
 from megatron.dynamic_cp.attention.kernels.choice import CPU
 from megatron.dynamic_cp.attention.packs import Pack
 from megatron.dynamic_cp.attention.placed_packs import PlacedPacks, build_placed_packs

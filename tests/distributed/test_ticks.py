@@ -20,7 +20,6 @@ from megatron.core.utils import get_model_config
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.plans.padding import lane_tokens_of, placed_share
 from dynamic_cp.plans.validate import check_plan
@@ -32,6 +31,7 @@ from dynamic_cp.pool.text import ServerTicks
 from dynamic_cp.pool.ticks import Tick, tick_order
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Problem, Sample
+from dynamic_cp.types.placement import Lanes
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData

@@ -36,12 +36,11 @@ from megatron.core import parallel_state
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from dynamic_cp.decide.calibration.measurements import Measurement
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.placement.transport import ACROSS, INSIDE
 from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import CAUSAL, FULL, Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
-from dynamic_cp.types.placement import ROW
+from dynamic_cp.types.placement import ROW, Lanes
 from megatron.decide.calibration.timing import Probe, Timer
 from megatron.dynamic_cp.agreement import verify
 from megatron.dynamic_cp.attention import packs, placed_packs, torch_thd

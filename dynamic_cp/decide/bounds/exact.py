@@ -25,9 +25,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dynamic_cp.convex import Convex
 from dynamic_cp.decide.bounds import bound_at
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.mechanisms.stage_attention import Convex
 from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.pipeline.schedule import EMBEDDING, HEAD, pipeline_graph
 from dynamic_cp.pipeline.simulator import makespan_ns

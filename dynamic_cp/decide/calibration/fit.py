@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from dynamic_cp.decide.calibration.least_squares import Floats, fit_seconds
+from dynamic_cp.arrays import Floats
 from dynamic_cp.decide.calibration.measurements import Calibration, FitError, Measurement, Measurements, Point, Setup
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.pricing.cost_model import CostModel
@@ -51,6 +52,11 @@ _MOST_OVER_LAYERS = 1.65
 """Limit of the head's rate over that of layers; on an H200 the largest matrix product was 1.55 times as fast."""
 _BACKWARD_FLOPS = 2.5
 """FLOPs of attention backward over forward, as in `dynamic_cp.mechanisms.stage_attention`."""
+_HUBER = 1.345
+"""Tuning constant, in robust standard deviations of the residuals (Huber 1964)."""
+_MAD_TO_SIGMA = 1.4826
+_SMALLEST_SPREAD = 0.002
+_ROUNDS = 20
 
 
 def calibrate(base: Hardware, measurements: Measurements, *, name: str) -> Calibration:
@@ -458,3 +464,41 @@ def _total(one: Measurement) -> float:
 
 def _both(rows: Sequence[Measurement]) -> tuple[Floats, Floats]:
     return np.array([one.forward_s for one in rows]), np.array([one.backward_s for one in rows])
+
+
+def fit_seconds(columns: Floats, seconds: Floats) -> Floats:
+    """Return x >= 0 [columns] for which columns @ x is near `seconds` (> 0), by relative errors: a row of microseconds
+    counts as much as one of a second. Outliers count less.
+
+    Source: iteratively reweighted least squares with Huber's weights. All subsets of the (few) columns are tried. That
+    is exact, because the best x >= 0 solves the unconstrained problem of the columns in which it is above 0.
+    """
+    relative = columns / seconds[:, None]
+    weights = np.ones(len(seconds))
+    found = np.zeros(columns.shape[1])
+    for _ in range(_ROUNDS):
+        previous, found = found, _best_subset(relative * np.sqrt(weights)[:, None], np.sqrt(weights))
+        residuals = relative @ found - 1.0
+        spread = max(_SMALLEST_SPREAD, _MAD_TO_SIGMA * float(np.median(np.abs(residuals))))
+        weights = 1 / np.maximum(1.0, np.abs(residuals) / (_HUBER * spread))
+        if np.allclose(found, previous, rtol=1e-6, atol=0.0):
+            break
+    return found
+
+
+def _best_subset(columns: Floats, ones: Floats) -> Floats:
+    num = columns.shape[1]
+    scale = np.abs(columns).max(axis=0)
+    scale[scale == 0] = 1.0
+    scaled = columns / scale
+    best, best_error = np.zeros(num), float(ones @ ones)
+    for size in range(1, num + 1):
+        for subset in combinations(range(num), size):
+            chosen = list(subset)
+            solved = np.linalg.lstsq(scaled[:, chosen], ones, rcond=None)[0]
+            error = float(np.square(scaled[:, chosen] @ solved - ones).sum())
+            if (solved >= 0).all() and error < best_error:
+                best = np.zeros(num)
+                best[chosen] = solved / scale[chosen]
+                best_error = error
+    return best

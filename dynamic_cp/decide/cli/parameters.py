@@ -14,9 +14,16 @@ import click
 
 from dynamic_cp.decide.cli.options import Names, Numbers, TokensOrAuto, option, options_in, options_of, taken
 from dynamic_cp.decide.mask_rules import masks_by_rule
-from dynamic_cp.decide.setting import TP_OVERLAPS, TpOverlap
+from dynamic_cp.decide.setting import (
+    EXCHANGES,
+    LIMIT_DIVISORS,
+    MAX_VP_SIZE,
+    RECOMPUTED,
+    TP_OVERLAPS,
+    TpOverlap,
+    sizes_in,
+)
 from dynamic_cp.decide.stage_splits import in_stages, why_no_split
-from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.models.architecture import as_flags

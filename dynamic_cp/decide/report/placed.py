@@ -29,10 +29,9 @@ from dynamic_cp.decide.report.theme import Theme
 from dynamic_cp.decide.sent import nodes_of, sent_by_bucket
 from dynamic_cp.mechanisms.placed_seconds import work_of_tiles
 from dynamic_cp.placement.cuts import placement_under
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.sent import Sent
 from dynamic_cp.types import Bucket, Causal, Full, Lambda, Mask, Placement, Plan, Problem, counted
-from dynamic_cp.types.placement import LANE
+from dynamic_cp.types.placement import LANE, Lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,9 +10,8 @@ from itertools import chain, product
 from typing import NamedTuple
 
 from dynamic_cp.decide.comparison.job import SweepJob
-from dynamic_cp.decide.setting import Setting
+from dynamic_cp.decide.setting import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, Setting, sizes_in
 from dynamic_cp.decide.stage_splits import in_stages, is_level, why_no_split
-from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pool.prices import refuse_model

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dynamic_cp.decide.calibration.least_squares import Floats
+from dynamic_cp.arrays import Floats
 from dynamic_cp.decide.calibration.measurements import Measurement
 from megatron.dynamic_cp.agreement.verify import collective_device
 

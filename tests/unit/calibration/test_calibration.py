@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamic_cp.decide.calibration import Calibration, Measurement, Measurements, Setup, calibrate
-from dynamic_cp.decide.calibration.fit import buckets_s
-from dynamic_cp.decide.calibration.least_squares import fit_seconds
+from dynamic_cp.decide.calibration.fit import buckets_s, fit_seconds
 from dynamic_cp.decide.calibration.measurements import SECTIONS, FitError, Point
 from dynamic_cp.decide.calibration.picture import save_picture
 from dynamic_cp.errors import InvalidInputError

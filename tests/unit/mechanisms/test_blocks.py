@@ -19,7 +19,6 @@ from dynamic_cp.mechanisms.blocks import MOST_FETCHED, why_too_much_fetched
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models import catalog
 from dynamic_cp.placement.legal import why_misplaced
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes
 from dynamic_cp.plans.padding import lane_tokens, padding_fraction
@@ -41,6 +40,7 @@ from dynamic_cp.types import (
     Sample,
     Topology,
 )
+from dynamic_cp.types.placement import Lanes
 from tests.placements import random_placement, random_samples
 from tests.unit.placement.instances import placement_of
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, plan_of_buckets, samples_of

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from dynamic_cp.convex import Linear
 from dynamic_cp.decide.plan_arrays import plan_lengths
 from dynamic_cp.decide.sent import sent_by_plan
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS
-from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.stage_attention import Linear, StageAttention
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.plans.validate import check_plan

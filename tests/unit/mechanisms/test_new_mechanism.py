@@ -5,12 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from dynamic_cp.convex import Convex, Linear
 from dynamic_cp.decide.bounds.lower import lower_bound
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.mechanisms.mechanism import LaneSeconds, Mechanism, Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS
-from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.stage_attention import Convex, Linear, StageAttention
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate

@@ -5,8 +5,8 @@ import random
 import numpy as np
 
 from dynamic_cp.placement.placed import Placed
-from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, KeyRanges, Lambda, Mask, Placement, Sample, SharedQuestion
+from dynamic_cp.types.placement import PlacementProblem
 
 LENGTHS = (1, 2, 17, 64, 127, 128, 129, 200, 300, 512, 700)
 

@@ -12,9 +12,9 @@ from dynamic_cp.decide.mask_rules import parse_mask_rule
 from dynamic_cp.placement.cuts import Cut, spread, trimmed
 from dynamic_cp.placement.divisions import LinkRates
 from dynamic_cp.placement.legal import tiles_between, why_misplaced, with_masks
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.transport import fetches_of, messages_of
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, KeyRanges, Lambda, Mask, Placement, Sample
+from dynamic_cp.types.placement import Lanes
 from tests.placements import random_lanes, random_placement, random_samples
 from tests.unit.placement.instances import dense, placement_of, random_ranges, touched_by
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dynamic_cp.placement.divisions import COMMON, LinkRates, Schedule, divided
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.transport import ACROSS, INSIDE, fetches_of, messages_of
 from dynamic_cp.types import CAUSAL, Lambda, Placement
+from dynamic_cp.types.placement import Lanes
 from tests.placements import random_lanes, random_placement, random_samples
 
 SEEDS = range(120)

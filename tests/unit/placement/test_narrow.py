@@ -12,12 +12,11 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.placement.cuts import Cut, narrowed, placement_under, trimmed
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of, programmes_of
 from dynamic_cp.placement.runs import count_tiles, cut_samples, runs_of
 from dynamic_cp.placement.transport import fetches_of
 from dynamic_cp.types import CAUSAL, FULL, Bucket, Lambda, Mask, Placement, Sample, Topology, parse_placement
-from dynamic_cp.types.placement import COLUMN
+from dynamic_cp.types.placement import COLUMN, Lanes
 from tests.placements import random_placement
 from tests.unit.placement.instances import dense, random_samples, touched_by
 

@@ -12,8 +12,8 @@ from dynamic_cp.decide.mask_rules import parse_mask_rule
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.placement.placed import Placed
 from dynamic_cp.placement.portfolio import candidates, place_greedily, place_whole, place_zigzag, search_placement
-from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Sample
+from dynamic_cp.types.placement import PlacementProblem
 from tests.unit.placement.instances import assert_legal, random_problem, random_samples
 
 RULES = ("causal", "full", "lambda:64,1024", "causal_blockwise:256,2", "shared_question:4x0.2")

@@ -9,12 +9,11 @@ import pytest
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.placement.legal import why_misplaced
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of, programmes_of
 from dynamic_cp.placement.sent import TokenBytes, lane_ends_s, sent_by_lanes
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, Messages, fetches_of, messages_of
 from dynamic_cp.types import CAUSAL, FULL, Placement, Sample, parse_placement
-from dynamic_cp.types.placement import COLUMN, ROW
+from dynamic_cp.types.placement import COLUMN, ROW, Lanes
 from tests.placements import random_placement, random_samples
 from tests.unit.placement.instances import placement_of
 

@@ -6,11 +6,10 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import programmes_of
 from dynamic_cp.placement.transport import ACROSS, INSIDE, fetches_of, messages_of
 from dynamic_cp.types import Placement
-from dynamic_cp.types.placement import COLUMN, ROW
+from dynamic_cp.types.placement import COLUMN, ROW, Lanes
 from tests.placements import random_lanes, random_placement, random_samples
 
 SEEDS = range(120)

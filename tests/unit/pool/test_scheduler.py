@@ -12,7 +12,6 @@ from benchmarks.disaggregated.sent import bytes_of_tasks
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.placement.legal import why_misplaced
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import programmes_of
 from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.transport import ACROSS, INSIDE, fetches_of
@@ -21,7 +20,7 @@ from dynamic_cp.pool.scheduler import schedule, work_of
 from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, TASKS_PER_DOCUMENT, Tasks, parse_tasks, runs_of
 from dynamic_cp.pool.traffic import Servers, fetches_of_tasks, relay_order
 from dynamic_cp.types import Sample
-from dynamic_cp.types.placement import HOLDER, ROW, START, STOP
+from dynamic_cp.types.placement import HOLDER, ROW, START, STOP, Lanes
 from tests.unit.pool.instances import NONE, homes_of, random_seqlens, rules, scheduled
 
 ONE_TOKEN = TokenBytes(query=1.0, kv=1.0, lse=0.0)

@@ -22,7 +22,6 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pipeline.schedule import KINDS
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.plans import serialize
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
 from dynamic_cp.plans.padding import lane_tokens_of
@@ -50,7 +49,7 @@ from dynamic_cp.types import (
     Sample,
     Topology,
 )
-from dynamic_cp.types.placement import HOLDER, STOP
+from dynamic_cp.types.placement import HOLDER, STOP, Lanes
 
 K = 1024
 MODEL, HARDWARE = load_model("llama-3-8b"), load_hardware("h100")

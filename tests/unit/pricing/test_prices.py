@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.arrays import Floats
-from dynamic_cp.convex import Convex, Kink, Linear
+from dynamic_cp.mechanisms.stage_attention import Convex, Kink, Linear
 from dynamic_cp.mechanisms.transfers import lanes_in_one_node, links_of
 from dynamic_cp.pricing import table as prices
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds

@@ -10,10 +10,10 @@ from dynamic_cp.decide.comparison import Comparison, compare_policies
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.placement.legal import tiles_between
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.sent import Sent, TokenBytes, sent_by_lanes
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import CAUSAL, Bucket, Lambda, Placement, PlanOptions, Sample, Topology
+from dynamic_cp.types.placement import Lanes
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, plan_of, problem_of, samples_of, tiny_cost_model
 
 LENGTHS = (900, 500, 310, 250, 200, 130, 90, 64, 33, 20, 11, 7, 5, 3, 2, 1)

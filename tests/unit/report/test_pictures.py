@@ -21,8 +21,8 @@ from dynamic_cp.decide.report.run_page import agreement, cp_sizes, losses, times
 from dynamic_cp.decide.report.theme import CSS, DARK, LIGHT
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.placement.cuts import narrowed
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.types import CAUSAL, Lambda, Topology
+from dynamic_cp.types.placement import Lanes
 from tests.unit.report.support import CASES, LENGTHS, placed, timelines
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, tiny_cost_model
 

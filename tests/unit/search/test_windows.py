@@ -13,7 +13,6 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS, serving_windows
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.placement.cuts import narrowed
-from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.plans.lane_plan import PlanFacts
 from dynamic_cp.plans.serialize import dumps, loads
 from dynamic_cp.plans.validate import check_plan
@@ -33,6 +32,7 @@ from dynamic_cp.types import (
     Topology,
     exchanges_of,
 )
+from dynamic_cp.types.placement import Lanes
 from tests.unit.placement.instances import dense
 from tests.unit.support import TINY_MODEL, problem_of
 
