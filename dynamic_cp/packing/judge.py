@@ -196,7 +196,7 @@ def in_orders(
     packing: Packing,
     cost_model: CostModel,
     orders: Sequence[str] = ORDERS,
-    best_ns: int | None = None,
+    best_ns: float = np.inf,
 ) -> Iterator[tuple[int, str, Packing]]:
     """Yield (makespan in nanoseconds, order, packing) of `packing` with its rows in each of `orders`.
 
@@ -208,7 +208,7 @@ def in_orders(
         best_ns: nothing comes where no order can be faster than this.
     """
     grid = grid_of_packing(lengths, packing, cost_model)
-    if best_ns is not None and least_ns(grid, cost_model) >= best_ns:
+    if best_ns < np.inf and least_ns(grid, cost_model) >= best_ns:
         return
     if cost_model.topology.pp_size == 1:
         yield makespan_of_grid_ns(grid, cost_model), "as packed", packing

@@ -337,14 +337,16 @@ class _BlockPacker:
         packing, factor = self._fill(targets, floors, 0.95, 1.6, 5)
         if packing is None:
             packing, factor = self._fill(targets, floors, 1.6, 6.4, 5)
-        for _ in range(3):
+        for is_last in (False, False, True):
             if packing is None:
                 break
             targets = targets * factor
             ends_ns, _, _ = self._simulate(packing)
             if best is None or ends_ns.max() < best.packed.makespan_ns:
                 best = _Start(Packed(int(ends_ns.max()), packing, one.name), targets, floors)
-            packing, factor = self._fill_first(targets * (ends_ns.mean() / ends_ns)[:, None], floors)
+            if not is_last:
+                targets = targets * (ends_ns.mean() / ends_ns)[:, None]
+                packing, factor = self._fill_first(targets, floors)
         return best
 
     def learn(self, start: _Start) -> Packed:

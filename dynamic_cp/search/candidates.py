@@ -53,6 +53,8 @@ _SHARES = {"fast": 0.05, "thorough": 0.4}
 """Of the makespan: no more time than this is spent, at `_NS_OF_A_MOVE`, counted in moves."""
 _NS_OF_A_MOVE = 500
 _NUM_STARTS = 2
+_SLOWER_BY_THE_RING = 1.05
+"""What a packing for the ring may last, in times of the best plan: with the fastest exchanges it takes less."""
 
 
 class Candidate(NamedTuple):
@@ -130,7 +132,7 @@ class Search:
         self._held: dict[int, Search] = {}  # by CP size
         self._of_static: dict[int, list[Candidate]] = {}
 
-    def ranking(self, policy: str, best_ns: int | None = None) -> list[Candidate]:
+    def ranking(self, policy: str, best_ns: float = np.inf) -> list[Candidate]:
         """Return all candidates, the fastest first; of dynamic plans of pipelines those that may beat `best_ns`."""
         found = sorted(self.candidates(policy, best_ns), key=lambda one: one.makespan_ns)
         if policy == "dynamic" and found:
@@ -139,23 +141,23 @@ class Search:
             found = sorted([*found, *better], key=lambda one: one.makespan_ns)
         return found
 
-    def by_the_ring(self, best_ns: int) -> Iterator[Candidate]:
+    def by_the_ring(self, best_ns: float) -> Iterator[Candidate]:
         """Yield the best packing of a fast search for the ring alone: with each bucket's fastest exchange, and as is.
 
         Prices of all exchanges can lead a search to slower plans; with this one plans are never slower than the ring's.
         """
         search = Search(self.batch, self.cost_model.with_only(Ring.name, search="fast"))
-        for best in search.ranking("dynamic", best_ns)[:1]:
+        for best in search.ranking("dynamic", _SLOWER_BY_THE_RING * best_ns)[:1]:
             name = f"{best.name} as ring"
             yield self._judged(name, best.packing)
             yield best._replace(name=name)
 
-    def candidates(self, policy: str, best_ns: int | None = None) -> Iterator[Candidate]:
+    def candidates(self, policy: str, best_ns: float = np.inf) -> Iterator[Candidate]:
         """Yield at least one candidate, unless some are too slow for `best_ns`."""
         if policy == "dynamic":
             found = [*self._dynamic(best_ns)]
-            found += self._megatron_dev(min((one.makespan_ns for one in found), default=best_ns))
-            found += self._better_static(min((one.makespan_ns for one in found), default=best_ns or 0))
+            found += self._megatron_dev(min([best_ns, *(one.makespan_ns for one in found)]))
+            found += self._better_static(min([best_ns, *(one.makespan_ns for one in found)]))
             yield from found
             yield from self._shortened(found)
         elif policy == "megatron-dev":
@@ -171,9 +173,8 @@ class Search:
         """Yield candidates without their micro-batches that are padding on every lane, if interleaving needs fewer."""
         multiple = self.cost_model.topology.num_microbatches_multiple
         for one in found:
-            filled = np.bincount(one.packing.rows[one.packing.bucket_of_sample])
-            dropped = num_microbatches_of(one.packing, self.cost_model)
-            dropped -= round_up(int(np.count_nonzero(filled)), multiple)
+            num_filled = int(np.count_nonzero(np.bincount(one.packing.rows[one.packing.bucket_of_sample])))
+            dropped = num_microbatches_of(one.packing, self.cost_model) - round_up(num_filled, multiple)
             if dropped:
                 yield self._judged(f"{one.name} without {dropped} empty", without_empty_rows(one.packing))
 
@@ -187,7 +188,7 @@ class Search:
         self.cost_model.cost(cp_size, 0, 1.0, 1.0)  # refuses a CP size that no allowed exchange can serve
         return cp_size
 
-    def _better_static(self, best_ns: int, *, improved: bool = False) -> Iterator[Candidate]:
+    def _better_static(self, best_ns: float, *, improved: bool = False) -> Iterator[Candidate]:
         """Yield the static packings of every CP size that could be faster than `best_ns`, or these improved."""
         may_improve = self.cost_model.topology.pp_size == 1 or self._may_be_small(1)
         if improved and not may_improve:
@@ -196,13 +197,13 @@ class Search:
             if not self._may_be_static(cp_size) or best_ns <= self._least_static_ns(cp_size.bit_length() - 1):
                 continue
             if cp_size not in self._of_static:
-                self._of_static[cp_size] = [*self._static(cp_size, "dynamic", None if may_improve else best_ns)]
+                self._of_static[cp_size] = [*self._static(cp_size, "dynamic", np.inf if may_improve else best_ns)]
             found = self._of_static[cp_size]
             for one in self._improved_static(cp_size, found) if improved else found:
                 yield one
                 best_ns = min(best_ns, one.makespan_ns)
 
-    def _static(self, cp_size: int, policy: str, best_ns: int | None = None) -> Iterator[Candidate]:
+    def _static(self, cp_size: int, policy: str, best_ns: float = np.inf) -> Iterator[Candidate]:
         """Yield the packings of one CP size below `best_ns`: next-fit, those of all packers, or if dynamic both."""
         topology = self.cost_model.topology
         k = cp_size.bit_length() - 1
@@ -236,8 +237,7 @@ class Search:
 
     def improved(self, ranking: Sequence[Candidate]) -> Iterator[Candidate]:
         """Yield improved packings, from the best candidates with different numbers of rows; ranking: fastest first."""
-        topology = self.cost_model.topology
-        is_plain = topology.pp_size == 1 and topology.expert_lanes == 1
+        is_plain = self.cost_model.topology.pp_size == self.cost_model.topology.expert_lanes == 1
         yield from self.annealed(ranking) if is_plain else self.polished(ranking)
 
     def annealed(self, ranking: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -258,9 +258,8 @@ class Search:
             start = starts[walk % len(starts)] if effort == "thorough" else best
             packing = anneal(self.lengths, start.packing, self.cost_model, num_steps, walk)
             found = self._judged(f"{start.name.removesuffix(' annealed')} annealed", packing)
-            best_of_rows[packing.num_rows] = min(
-                found, best_of_rows.get(packing.num_rows, found), key=lambda one: one.makespan_ns
-            )
+            known = best_of_rows.get(packing.num_rows, found)
+            best_of_rows[packing.num_rows] = min(found, known, key=lambda one: one.makespan_ns)
             if found.makespan_ns < best.makespan_ns:
                 yield found
             if walk == 0:
@@ -325,7 +324,7 @@ class Search:
         operations = 2 * topology.pp_size * topology.vp_size * num_microbatches
         return operations * topology.num_lanes + 8 * len(self.lengths.seqlens) <= _SMALL
 
-    def _dynamic(self, best_ns: int | None = None, *, is_static: bool = False) -> Iterator[Candidate]:
+    def _dynamic(self, best_ns: float = np.inf, *, is_static: bool = False) -> Iterator[Candidate]:
         """Yield what packers make of the allowed CP sizes (is_static: of one), below `best_ns` with a pipeline."""
         topology = self.cost_model.topology
         base = int(np.flatnonzero(self.durations.capacities)[0])
@@ -345,22 +344,18 @@ class Search:
             from dynamic_cp.packing.lane_blocks import EFFORTS, OF_ONE_SIZE, pack_blocks
 
             counts = sorted({ceil(factor * fewest) for factor in _PIPELINE_NESTED_SWEEP})
-            limit_ns = np.inf if best_ns is None else best_ns
             for effort in (OF_ONE_SIZE,) if is_static else EFFORTS[self.cost_model.options.search]:
-                for packed in pack_blocks(self.lengths, self.cost_model, fewest, effort, limit_ns):
-                    yield Candidate(packed.makespan_ns, packed.name, packed.packing, self.cost_model)
-        found = []
-        for num_rows in counts:
-            quota_ns = share_ns + num_rows * empty_ns
-            result = pack_nested(self.lengths, self.durations, topology.num_lanes, num_rows, quota_ns)
-            if result is not None:
-                found.append(result)
+                for one in pack_blocks(self.lengths, self.cost_model, fewest, effort, best_ns):
+                    yield Candidate(one.makespan_ns, one.name, one.packing, self.cost_model)
+        pack = partial(pack_nested, self.lengths, self.durations, topology.num_lanes)
+        packed = [pack(num_rows, share_ns + num_rows * empty_ns) for num_rows in counts]
+        found = [one for one in packed if one is not None]
         if topology.pp_size == 1:
             found = sorted(found, key=lambda one: one[0])[:_NUM_NESTED_JUDGED]
         for _, packing in found:
             yield from self._ordered(f"nested m={packing.num_rows}", packing, ("pyramid",), best_ns)
 
-    def _megatron_dev(self, best_ns: int | None = None) -> Iterator[Candidate]:
+    def _megatron_dev(self, best_ns: float = np.inf) -> Iterator[Candidate]:
         topology, limit = self.cost_model.topology, self.cost_model.options.max_tokens_per_rank
         for divisor in _MEGATRON_DEV_LIMITS:
             packing = pack_megatron_dev(
@@ -368,10 +363,10 @@ class Search:
                 topology.num_microbatches_multiple,
             )  # fmt: skip
             name = f"megatron-dev limit={limit // divisor} m={packing.num_rows}"
-            yield from self._ordered(name, packing, best_ns=best_ns if topology.pp_size > 1 else None)
+            yield from self._ordered(name, packing, best_ns=best_ns if topology.pp_size > 1 else np.inf)
 
     def _balanced(
-        self, durations: Durations, k: int, next_fit: Packing, best_ns: int | None = None, name: str = "balanced"
+        self, durations: Durations, k: int, next_fit: Packing, best_ns: float = np.inf, name: str = "balanced"
     ) -> Iterator[Candidate]:
         topology = self.cost_model.topology
         fewest = fewest_rows(self.lengths.seqlens, durations, k, topology.num_lanes)
@@ -390,11 +385,11 @@ class Search:
             yield self._judged(f"{name} cp={1 << k} m={next_fit.num_rows} next-fit", next_fit)
 
     def _ordered(
-        self, name: str, packing: Packing, orders: Sequence[str] = ORDERS, best_ns: int | None = None
+        self, name: str, packing: Packing, orders: Sequence[str] = ORDERS, best_ns: float = np.inf
     ) -> Iterator[Candidate]:
         """Yield `packing` with its rows in each of `orders`; nothing, where none could be faster than `best_ns`."""
         if self._is_small(packing):
-            best_ns = None  # what is slow now may be the best one to polish
+            best_ns = np.inf  # what is slow now may be the best one to polish
         for found_ns, order, one in in_orders(self.lengths, packing, self.cost_model, orders, best_ns):
             yield Candidate(found_ns, name if order == "as packed" else f"{name} {order}", one, self.cost_model)
 
@@ -403,9 +398,8 @@ class Search:
 
     def _may_be_static(self, cp_size: int) -> bool:
         """Return whether a static policy at `cp_size` is one that the dynamic policy could also choose."""
-        if cp_size not in allowed_cp_sizes(self.cost_model.topology, self.cost_model.options):
-            return False
-        return self.longest.seqlen <= int(self.cost_model.table.capacities[cp_size.bit_length() - 1])
+        is_allowed = cp_size in allowed_cp_sizes(self.cost_model.topology, self.cost_model.options)
+        return is_allowed and self.longest.seqlen <= int(self.cost_model.table.capacities[cp_size.bit_length() - 1])
 
     def _static_durations(self, k: int) -> Durations:
         """Return the durations with the capacity of CP size 2^k, which min_cp_size and max_cp_size do not bind."""
@@ -415,7 +409,7 @@ class Search:
         return self.durations._replace(capacities=capacities)
 
     def _least_static_ns(self, k: int) -> float:
-        """Return nanoseconds that no plan with CP size 2^k everywhere stays below: its work, spread evenly."""
+        """Return nanoseconds below which no plan is that has CP size 2^k everywhere: by its work or longest sample."""
         table, topology = self.cost_model.table, self.cost_model.topology
         rows = slice(table.first_option[k].min(), table.end_option[k].max())  # every exchange on every link
         tokens, squares = self.lengths.seqlens, self.lengths.squares
@@ -431,8 +425,12 @@ class Search:
         work_s = (lines[:, 1:] @ np.stack([tokens, squares])).min(axis=0).sum()
         num_rows = fewest_rows(tokens, self._static_durations(k), k, topology.num_lanes)
         least_s = work_s / (topology.num_lanes >> k) + lines[:, 0].min() * num_rows
+        if topology.expert_lanes == 1:  # else other lanes decide what experts take
+            # The bucket of the longest sample passes through all stages and back.
+            alone_s = prices_of(table.level_terms[rows], tokens[0], squares[0]).sum(axis=1).min()
+            least_s = max(least_s, topology.pp_size * alone_s)
         # An operation is rounded to whole nanoseconds, by at most half of one; no row is without samples.
-        rounding_ns = (topology.vp_size + 2) * len(tokens)
+        rounding_ns = (topology.vp_size + 2) * max(len(tokens), topology.pp_size)
         return 1e9 * float(least_s) * (1 - 1e-9) - rounding_ns
 
 

@@ -134,12 +134,37 @@ MANY_HEADS = replace(TINY_MODEL, num_attention_heads=16, num_query_groups=16, kv
             [2, 2, 2, 1, 1, 2, 1],
             id="rounding",
         ),
+        pytest.param(
+            problem_of(Topology(num_lanes=2, pp_size=8), max_tokens_per_rank=600, min_cp_size=2, max_cp_size=2),
+            [1200],
+            id="one sample",
+        ),
     ],
 )  # fmt: skip
 def test_static_candidates_are_left_out_only_when_they_cannot_win(problem, lengths):
     search = Search(batch_of(samples_of(lengths), problem.model), CostModel(problem))
     static_ns = min(one.makespan_ns for policy in ("static", "balanced") for one in search.candidates(policy))
     assert search._least_static_ns(problem.options.min_cp_size.bit_length() - 1) <= static_ns
+
+
+def test_a_static_size_at_which_the_longest_sample_alone_takes_longer_is_not_packed():
+    topology = Topology(num_lanes=64, pp_size=8)
+    problem = llama_on_h100(topology, max_tokens_per_rank=16384, recompute="full")
+    search = Search(batch_of(samples_of([131072, *[512] * 500]), problem.model), CostModel(problem))
+    best_ns = search.ranking("dynamic")[0].makespan_ns
+    static_ns = {cp_size: min(one.makespan_ns for one in search._static(cp_size, "dynamic")) for cp_size in (8, 16)}
+    for cp_size, found_ns in static_ns.items():
+        assert best_ns < search._least_static_ns(cp_size.bit_length() - 1) <= found_ns
+
+
+def test_a_packing_for_the_ring_wins_that_only_other_exchanges_make_the_fastest():
+    lengths = draw_lengths("sft_longalign", 128, 0, 131072)
+    topology, given = Topology(num_lanes=8, pp_size=4), {"max_tokens_per_rank": 16384, "recompute": "full"}
+    problem = problem_of(topology, load_model("llama-2-13b"), load_hardware("h100"), cp_comm_types=UNPLACED, **given)
+    search = Search(batch_of(samples_of(lengths), problem.model), CostModel(problem))
+    best_ns = search.ranking("dynamic")[0].makespan_ns
+    again, by_the_ring = (one.makespan_ns for one in search.by_the_ring(best_ns))
+    assert again < 0.99 * best_ns < best_ns < by_the_ring
 
 
 @pytest.mark.parametrize("policy", ["static", "balanced"])
