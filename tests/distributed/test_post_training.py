@@ -401,3 +401,13 @@ class Model(ChunkedHeadModel):
 )  # fmt: skip
 def test_what_cannot_be_is_told(call: Callable[[], Any], parts: tuple[str, ...]) -> None:
     refuses(DynamicCPError, call, *parts)
+
+
+def test_what_can_be_is_not_refused() -> None:
+    check(OF_RESPONSES, Bucket(first_lane=2, cp_size=2, cp_comm_type="blocks"))
+    check(sft(), weights=[torch.ones(len(each), dtype=torch.bfloat16) for each in OF_TOKENS])
+    check(sft(), weights=torch.ones(10, dtype=torch.bfloat16, requires_grad=True))
+    own = TokenLoss(of_tokens=lambda of: of["margin"], needs=("margin",), mean=np.int64(3))
+    check(own, outputs=("margin",))
+    assert group_advantages([1.0, 4.0, 3.0, 3.0], "aabb", scales=False).tolist() == [-1.5, 1.5, 0.0, 0.0]
+    assert group_advantages([1.0, 4.0, 3.0, 3.0], "aabb")[2:].tolist() == [0.0, 0.0], "a group without a difference"

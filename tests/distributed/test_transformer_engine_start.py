@@ -51,7 +51,7 @@ NO_GATHER = ("all_gather",)
     ("version", "capability", "flash_attn", "backend", "kernel", "lacking"),
     [
         ("2.9.0", H100, None, "auto", "cuDNN", NO_GATHER), ("2.11.0+5671fd36", H100, None, "auto", "cuDNN", NO_GATHER),
-        ("2.11.0", H100, 2, "flash", "flash-attn 2", NO_GATHER),
+        ("2.11.0", H100, 2, "flash", "flash-attn 2", NO_GATHER), ("2.11.0", (10, 0), None, "fused", "cuDNN", NO_GATHER),
         ("2.11.0", A100, 2, "auto", "flash-attn 2", NO_GATHER), ("2.17.1", H100, None, "auto", "cuDNN", NO_GATHER),
         ("2.18.0.dev0", H100, None, "auto", "cuDNN", ()), ("2.20.2", A100, 2, "auto", "flash-attn 2", NO_GATHER),
         ("2.20.2", WORKSTATION, 4, "auto", "flash-attn 4", ()), ("2.20.2", H100, 3, "flash", "flash-attn 3", ()),

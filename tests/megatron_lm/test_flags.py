@@ -116,6 +116,10 @@ def test_the_token_limit_is_a_number_or_auto() -> None:
         parse("--max-seqlen-per-dp-cp-rank", "many")
 
 
+def test_an_exchange_is_named_as_megatron_lm_does() -> None:
+    assert flags.exchange_of(parse("--dynamic-cp", "--cp-comm-type", "allgather")) == "all_gather"
+
+
 def planned(*argv: str, **validated: Any) -> flags.Planned:
     asked = flags.translate(args := parse("--dynamic-cp", "--max-seqlen-per-dp-cp-rank", "auto", *argv))
     values = {

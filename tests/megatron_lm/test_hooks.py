@@ -500,6 +500,8 @@ def test_other_numbers_of_lanes_are_said(caplog: pytest.LogCaptureFixture, lanes
         f"the checkpoint has the random states of {lanes} lanes, this run has 4: dropout differs from now on"
     ]
     assert state["torch_rng_state"] == "torch_rng_state of 0"
+    choose_lane(saved_without := {"model": 1}, 0, 2)
+    assert saved_without == {"model": 1}
 
 
 BATCH = {name: name for name in ("tokens", "labels", "loss_mask", "position_ids", "packed_seq_params")}

@@ -62,6 +62,14 @@ def saved(folder: Path) -> Path:
     return path
 
 
+def test_relative_paths_find_the_same_index(data, scans, monkeypatch, tmp_path):
+    folder, lengths = data
+    monkeypatch.chdir(folder)
+    for path in (folder, ".", f"../{folder.name}"):
+        assert lengths_of(path, cache_path=str(tmp_path / "cache")) == lengths
+    assert len(scans) == 1
+
+
 def test_the_second_start_reads_no_data(data, scans, messages, monkeypatch):
     folder, lengths = data
     assert lengths_of(folder) == lengths

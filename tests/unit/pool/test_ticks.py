@@ -130,6 +130,9 @@ def test_every_step_comes_once_and_after_what_it_needs(num_layers: int, is_backw
         if step.is_backward and repeats != "nothing":
             # Gradients need what is computed again: whole layers before they leave, attention before it is attended to.
             assert at[step._replace(what="launch", slot=0)] > at[LayerStep("attend", step.layer, False, 1)]
+            if step.layer:  # what the next layer sends out again travels beside this one's attention
+                repeated = at[LayerStep("launch", step.layer - 1, False, 1)]
+                assert at[step._replace(what="launch", slot=1)] < repeated < at[step._replace(what="attend", slot=0)]
         following = step.layer + (-1 if step.is_backward else 1)
         if step.what == "wait" and 0 <= following < num_layers and step.is_backward == is_backward:
             assert at[LayerStep("launch", following, step.is_backward, step.slot)] > at[step]
