@@ -167,6 +167,8 @@ def test_what_wandb_refuses_ends_all_ranks_alike(tmp_path, told, monkeypatch):
     for part in ("--wandb-project proj", "nobody is logged in", "WANDB_MODE=offline"):
         assert part in ended[0].stderr
     assert told() == []
+    settings = parse_args(command_line(DYNAMIC, "--wandb-project proj --wandb-exp-name exp --save there"), 4)
+    assert settings.logging.wandb_save_dir == "there/wandb"
 
 
 @pytest.mark.parametrize(
