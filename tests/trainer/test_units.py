@@ -210,6 +210,18 @@ def test_a_signalled_rank_waits_for_rank_0_only_a_little_longer(monkeypatch):
     assert limits == [exits.GIVE_UP_S, math.inf]
 
 
+def test_a_failing_rank_that_is_asked_to_end_has_little_time(monkeypatch):
+    limits = []
+    monkeypatch.setattr(signal, "alarm", limits.append)
+    monkeypatch.setattr(exits, "_distributed", lambda: "a job")
+    for first, then in ((exits.fail, exits.ask_to_end), (exits.ask_to_end, exits.fail)):
+        monkeypatch.setattr(exits, "_is_failing", False)
+        monkeypatch.setattr(exits, "is_asked_to_end", False)
+        first()
+        then()
+    assert limits == [exits.TIME_TO_SPEAK_S] * 2
+
+
 def test_evaluation_records_no_gradients_and_training_goes_on_after_an_error():
     chunk = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
 
