@@ -16,7 +16,7 @@ import pytest
 from dynamic_cp.decide import cli, comparison
 from dynamic_cp.decide.comparison import PART_LABELS, compare_policies, speedup_of, time_parts, to_dict, verdict_of
 from dynamic_cp.decide.comparison.parts import prices_by_part
-from dynamic_cp.decide.comparison.values import Speedup
+from dynamic_cp.decide.comparison.values import Speedup, t_quantile
 from dynamic_cp.decide.comparison.verdict import MIN_GAIN, judged
 from dynamic_cp.decide.mask_rules import parse_mask_rule
 from dynamic_cp.decide.sent import sent_by_plan
@@ -67,6 +67,11 @@ def outcomes_of(comparison):
         assert min(parts.values()) >= -1e-9, parts
         assert outcome.makespan_s >= outcome.lower_bound_s * (1 - 1e-9)
     return outcomes
+
+
+def test_quantiles_of_t_go_on_behind_their_table() -> None:
+    for degrees, value in ((10, 2.2281), (31, 2.0395), (1000, 1.9623)):
+        assert t_quantile(degrees) == pytest.approx(value, abs=2e-4)
 
 
 @pytest.mark.by_day("none-topology0", "none-topology3")
