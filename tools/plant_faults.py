@@ -785,6 +785,19 @@ FAULTS = {
     "a group without a difference has no advantages": Fault(
         "deviations[numbers] + 1e-6", "deviations[numbers]", "tests/distributed/test_post_training.py -k not_refused"
     ),
+    "homes that adjoin on a lane pass on states": Fault(
+        "(self.lane == self.lane[before]) & (self.row == self.row[before] + self.length[before])",
+        "False",
+        "tests/unit/pricing/test_linear_attention.py -k homes_pay",
+    ),
+    "items are probed a batch at a time": Fault(
+        "stop = consumed_samples + num_samples * self._num_batches",
+        "stop = consumed_samples + num_samples",
+        "tests/distributed/test_probing.py -k on_the_fly",
+    ),
+    "a failing rank that is asked to end may hang": Fault(
+        "        signal.alarm(TIME_TO_SPEAK_S)", "        pass", "tests/trainer/test_units.py -k little_time"
+    ),
     "a sweep lists settings that save no memory": Fault(
         "point.peak_bytes < _WORTH_BYTES * front[-1].peak_bytes",
         "point.peak_bytes < front[-1].peak_bytes",

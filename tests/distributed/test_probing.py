@@ -167,6 +167,15 @@ def stream_of_words(broken=False):
     return batches, asked, read.tokens.tolist(), read.labels.tolist(), read.loss_mask.tolist()
 
 
+def test_a_data_set_that_tokenizes_on_the_fly():
+    results = run_ranks(4, stream_of_words, timeout_s=60)
+    batches, asked, *read = results[0]
+    assert [found for found, *_ in results] == [batches] * 4
+    assert [s for batch in batches for s in batch] == [(p, 1 + (7 * p) % 40 % 7) for p in range(80)]
+    assert asked == [5, 5, 10, 10, 10, 10, 10, 10], "two batches at a time, each item once"
+    assert read == [[21], [22], [1.0]]
+
+
 def test_a_broken_item_is_the_same_error_on_all_ranks():
     (message,) = set(run_ranks(2, stream_of_words, True, timeout_s=60))
     assert "item 13 could not be probed for its length on rank" in message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fake_cuda.nccl import Call, Calls, Communicator, Message, problems
+from tests.fake_cuda.nccl import Call, Calls, Communicator, HostWait, Message, problems
 
 A, B = Communicator((0, 1), "a"), Communicator((0, 1), "b")
 CONNECTING = ", connecting"
@@ -46,6 +46,11 @@ def test_two_communicators_in_opposite_orders() -> None:
     assert ways_stuck(waiting) == ALWAYS
 
 
+def test_a_host_that_waits_calls_nothing() -> None:
+    calls = {0: [call(A), HostWait("reads", {A: 1}), call(B)], 1: [call(B), HostWait("reads", {B: 1}), call(A)]}
+    assert ways_stuck(calls) == ALWAYS
+
+
 def test_one_queue_holds_up_what_waits_for_nothing() -> None:
     """A stream of each rank waits for its first operation, and another one calls the second."""
     calls = {0: [call(A), call(B)._replace(after_any={A: 1})], 1: [call(B), call(A)._replace(after_any={B: 1})]}
@@ -64,6 +69,11 @@ def test_one_queue_holds_up_what_waits_for_nothing() -> None:
 def test_ranks_that_call_other_things_are_named(theirs: list[Call], words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         assert not (found := problems({0: [call(A)], 1: theirs})), found
+
+
+def test_messages_that_do_not_meet_are_named() -> None:
+    for theirs, sizes in (([messages(("recv", 0), num_bytes=8)], "[4, 8]"), ([], "[4]")):
+        assert problems({0: [messages(("send", 1))], 1: theirs}) == [f"message 0 on a, rank 0 to 1: {sizes} bytes"]
 
 
 def test_two_collectives_that_are_swapped_on_one_rank_are_noticed() -> None:

@@ -268,7 +268,7 @@ def placed(*homes: tuple[int, int, int, int], num_lanes: int = 2) -> Bucket:
 
 def test_homes_pay_for_runs_that_pass_on_states_and_for_what_they_send():
     stage, core = stage_of(problem_of(2)), 3 * SIZES.core_flops / 1e9
-    apart = stage.of_homes(placed((0, 0, 100, 0), (1, 0, 300, 1)), 1, with_exchange=True)
+    apart = stage.of_homes(placed((0, 0, 40, 0), (0, 40, 100, 0), (1, 0, 300, 1)), 1, with_exchange=True)
     assert not apart.constant_s.any()
     assert apart.per_token_s.tolist() == [one.linear.per_token for one in stage.alone()]
     bucket = placed((0, 0, 100, 0), (0, 100, 300, 1), (1, 0, 500, 1))
