@@ -107,12 +107,9 @@ def test_lines_and_files_start_what_was_priced(
     num_gpus, space = run.gpus, run.space
     samples = tuple(Sample(sample_id=i, seqlen=seqlen) for i, seqlen in enumerate(LENGTHS))
     job = SweepJob(
-        batches=(samples,),
-        max_seqlen=max(LENGTHS),
-        model=run.whole_model,
-        hardware=run.hardware_values,
+        batches=(samples,), max_seqlen=max(LENGTHS), model=run.whole_model, hardware=run.hardware_values,
         data_parallel=run.data_parallel,
-    )
+    )  # fmt: skip
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     settings = list(settings_that_fit(space, job))
     assert {one.policy for one in settings} == {"dynamic", "balanced"}

@@ -315,11 +315,8 @@ def attend_placed(
             group,  # type: ignore[arg-type]
             cp_comm_type="blocks",
             levels=(members, group),  # type: ignore[arg-type]
-            label="emulated",
-            stats=stats,
-            mask=mask,
-            placed=lanes[rank],
-        )
+            label="emulated", stats=stats, mask=mask, placed=lanes[rank],
+        )  # fmt: skip
         context = _Context()
         with torch.no_grad():
             out = Attention.forward(context, q, k, v, params, q.shape[-1] ** -0.5, kernel)

@@ -84,12 +84,9 @@ FACTORS = {
     "family": ("dense", "experts", "latent attention", "further tokens", "delta", "mamba"),
     "lanes": ("three", "four", "two tp2", "two tp2 sp", "two pp2 layers=2", "two pp2 vpp2"),
     "exchange": ("p2p", "all_gather", "a2a", "a2a+p2p", "latents", "placed"),
-    "recompute": ("", "full", "block", "again"),
-    "optimizer": ("", "distributed", "distributed overlap"),
-    "window": ("", "sink"),
-    "loss": ("", "chunked"),
-    "experts": ("", "ep2"),
-}
+    "recompute": ("", "full", "block", "again"), "optimizer": ("", "distributed", "distributed overlap"),
+    "window": ("", "sink"), "loss": ("", "chunked"), "experts": ("", "ep2"),
+}  # fmt: skip
 FAMILIES = {
     "dense": "llama gpt2 all_with_yarn all_but_yarn llama_tied",
     "experts": "moe moe_sigmoid moe_top_1 gpt_oss moe_uncounted",

@@ -220,13 +220,10 @@ def judge_rewards(responses: list[Terms]) -> list[Tensor]:
 LOSSES: dict[str, tuple[Loss, Judged]] = {
     "sft": (sft(), judge_sft),
     "ppo": (ppo_clip(low=0.1, high=0.3, kl=0.2, entropy=0.05, mean="samples"), judge_ppo),
-    "fixed": (ppo_clip(mean=321.0), judge_fixed),
-    "gspo": (gspo(low=0.05, high=0.1), judge_gspo),
-    "dpo": (dpo(), judge_dpo),
-    "dpo_apart": (dpo_apart(), judge_dpo),
-    "values": (value_regression(clip=0.3), judge_values),
-    "rewards": (reward_pairs(), judge_rewards),
-}
+    "fixed": (ppo_clip(mean=321.0), judge_fixed), "gspo": (gspo(low=0.05, high=0.1), judge_gspo),
+    "dpo": (dpo(), judge_dpo), "dpo_apart": (dpo_apart(), judge_dpo),
+    "values": (value_regression(clip=0.3), judge_values), "rewards": (reward_pairs(), judge_rewards),
+}  # fmt: skip
 
 
 class Known(NamedTuple):

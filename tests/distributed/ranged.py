@@ -68,11 +68,8 @@ def random_pack(seed: int, device: torch.device) -> tuple[Pack, int, int]:
     num_rows, num_columns = sum(row_seqlens) + 3, 60
     ranges = [random_ranges(*shape, seed) for shape in zip(row_seqlens, column_seqlens, strict=True)]
     pack = Pack.build(
-        row_seqlens,
-        column_seqlens,
-        device=device,
-        rows=random.permutation(num_rows)[: sum(row_seqlens)],
+        row_seqlens, column_seqlens, device=device, rows=random.permutation(num_rows)[: sum(row_seqlens)],
         columns=np.concatenate([random.permutation(num_columns)[:number] for number in column_seqlens]),
         key_ranges=np.concatenate(ranges),
-    )
+    )  # fmt: skip
     return pack, num_rows, num_columns

@@ -107,12 +107,9 @@ ALL_BUT_YARN = variant("all_but_yarn", _ALL, _OFFSET, model={**_SCALED, **_INTER
 # What TransformerEngine's layers have of that.
 ALL_OF_ENGINE = variant("all_of_engine", _ALL, "softmax_type=vanilla", model={**_SCALED, **_INTERPOLATED})
 ALL_WITH_YARN = variant(
-    "all_with_yarn",
-    f"{_UNROTATED} {_OFFSET} {_GATED}",
-    position_embedding="yarn",
-    tied=True,
+    "all_with_yarn", f"{_UNROTATED} {_OFFSET} {_GATED}", position_embedding="yarn", tied=True,
     yarn=_YARN | settings("mscale=0.8 mscale_all_dim=0.3 yarn_correction_range_round_to_int=False"),
-)
+)  # fmt: skip
 
 # Experts: as Qwen3-MoE; as DeepSeek-V3, in every other layer; one for each token beside a shared one.
 _EXPERTS = """

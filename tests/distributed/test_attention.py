@@ -162,12 +162,9 @@ def whole_result(case: Case, prepare: Callable[[], None] | None = None) -> list[
 
 
 CASES = {
-    "alone": Case(1, (1, 7, 40)),
-    "ring2_shards_of_two_tokens": Case(2, (4, 4, 4)),
-    "ring2": Case(2, (4, 60, 8), kv_sent=2),
-    "ring4": Case(4, (8, 128, 16), kv_sent=2),
-    "ring4_one_kv_head": Case(4, (32, 8), kv_heads=1),
-    "ring4_multi_head": Case(4, (32, 8), kv_heads=HEADS),
+    "alone": Case(1, (1, 7, 40)), "ring2_shards_of_two_tokens": Case(2, (4, 4, 4)),
+    "ring2": Case(2, (4, 60, 8), kv_sent=2), "ring4": Case(4, (8, 128, 16), kv_sent=2),
+    "ring4_one_kv_head": Case(4, (32, 8), kv_heads=1), "ring4_multi_head": Case(4, (32, 8), kv_heads=HEADS),
     "all_gather2_shards_of_two_tokens": Case(2, (4, 4, 4), "all_gather"),
     "all_gather2": Case(2, (4, 60, 8), "all_gather", kv_sent=2),
     "all_gather4": Case(4, (8, 128, 16), "all_gather", kv_sent=2),
@@ -183,7 +180,7 @@ CASES = {
     "two_levels4_one_kv_head": Case(4, (32, 8), "a2a+p2p", kv_heads=1),
     "two_levels8_of_2": Case(8, (16, 32), "a2a+p2p"),
     "two_levels8_of_4": Case(8, (16, 96), "a2a+p2p", inner=4, kv_sent=1),
-}
+}  # fmt: skip
 
 
 @lru_cache

@@ -311,11 +311,8 @@ def test_on_a_gpu_a_chain_is_queued_at_once_and_keeps_what_it_reads_until_it_is_
     with mock.patch.multiple(torch.cuda, **replaced), mock.patch.dict(layer_pass._streams, clear=True):
         chain = layer_pass.begin_chain(work, side.device)
         assert told == [
-            "the side stream waits for the main stream",
-            "on the side stream",
-            "hands on",
-            "off the side stream",
-        ]
+            "the side stream waits for the main stream", "on the side stream", "hands on", "off the side stream",
+        ]  # fmt: skip
         assert alive[0]() is not None
         chain.wait()
         assert told[4:] == ["the main stream waits for what the side stream has so far"]

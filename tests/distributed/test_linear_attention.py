@@ -153,12 +153,9 @@ class Whole:
             for i, (n, mask) in enumerate(zip(self.seqlens, self.masks, strict=True))
         )
         lanes = on_lanes(
-            padded,
-            cp_size,
-            lambda params: self.lane(params, **how),
-            state_exchange=way,
+            padded, cp_size, lambda params: self.lane(params, **how), state_exchange=way,
             masked_samples=samples if any(self.masks) else None,
-        )
+        )  # fmt: skip
         return self.joined([tensors for tensors, _ in lanes]), [sent for _, sent in lanes]
 
 

@@ -130,17 +130,13 @@ CASES: list[tuple[str, StateExchange, int]] = [
     for cp_size in sizes
 ]
 MOST = {
-    ("gated_delta_net", "heads", 1): ((4, 0.41), (5, 0.63)),
-    ("gated_delta_net", "heads", 4): ((27, 1.91), (23, 1.97)),
+    ("gated_delta_net", "heads", 1): ((4, 0.41), (5, 0.63)), ("gated_delta_net", "heads", 4): ((27, 1.91), (23, 1.97)),
     ("gated_delta_net", "heads", 8): ((39, 1.91), (27, 1.97)),
     ("gated_delta_net", "states", 4): ((39, 3.44), (44, 3.09)),
-    ("gated_delta_net", "states", 8): ((44, 4.08), (52, 3.73)),
-    ("mamba2", "heads", 1): ((10, 1.60), (22, 4.70)),
-    ("mamba2", "heads", 4): ((28, 3.78), (44, 6.77)),
-    ("mamba2", "heads", 8): ((36, 3.78), (48, 6.77)),
-    ("mamba2", "states", 4): ((49, 5.00), (61, 7.74)),
-    ("mamba2", "states", 8): ((54, 5.71), (69, 8.20)),
-}
+    ("gated_delta_net", "states", 8): ((44, 4.08), (52, 3.73)), ("mamba2", "heads", 1): ((10, 1.60), (22, 4.70)),
+    ("mamba2", "heads", 4): ((28, 3.78), (44, 6.77)), ("mamba2", "heads", 8): ((36, 3.78), (48, 6.77)),
+    ("mamba2", "states", 4): ((49, 5.00), (61, 7.74)), ("mamba2", "states", 8): ((54, 5.71), (69, 8.20)),
+}  # fmt: skip
 """Launches and GB, forward and backward, which a layer may not exceed."""
 
 

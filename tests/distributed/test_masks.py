@@ -67,14 +67,11 @@ PACKS: dict[str, tuple[tuple[int, Mask | None], ...]] = {
     "all kinds": (
         *((13, None), (25, Lambda(3, 4)), (15, FULL), (1, any_ranges(1)), (20, SharedQuestion(4, (9, 7))), (1, None)),
         *(
-            (22, any_ranges(22)),
-            (19, CausalBlockwise(5, 1)),
-            (3, FULL),
-            (8, None),
+            (22, any_ranges(22)), (19, CausalBlockwise(5, 1)), (3, FULL), (8, None),
             (11, parse_mask("tree:2(3(1,2),3)")),
         ),
     ),
-}
+}  # fmt: skip
 
 
 LAYERS = {"a window": Lambda(0, 6), "a window and a sink": Lambda(2, 3)}

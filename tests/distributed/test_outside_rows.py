@@ -116,11 +116,8 @@ def test_masks_and_labels_of_a_row_all_count() -> None:
 def test_what_trains_nothing_may_stand_in_a_row() -> None:
     row = {"input_ids": torch.tensor([1, 2]), "attention_mask": [1, 1], "token_type_ids": [0, 0], "text": "a b"}
     row |= {
-        "length": 2,
-        "source": None,
-        "messages": [{"role": "user", "content": "a b"}],
-        "special_tokens_mask": [1, 0],
-    }
+        "length": 2, "source": None, "messages": [{"role": "user", "content": "a b"}], "special_tokens_mask": [1, 0],
+    }  # fmt: skip
     (document,) = documents_of(0, row)
     assert document.labels.tolist() == [IGNORED, 2]
 

@@ -146,12 +146,9 @@ def test_batch_shapes_equal_single_process(batch: str, line: str, reference_of: 
 
 # The planner's own plans of placed micro-batches, and the limit of tokens per rank.
 PLANNED_BLOCKS = {
-    "four nodes_of_2": 300,
-    "two tp2 sp": 600,
-    "four layers=4 sink nodes_of_2": 300,
-    "two tp2 sp layers=4 window full": 600,
-    "four delta": 640,
-}
+    "four nodes_of_2": 300, "two tp2 sp": 600, "four layers=4 sink nodes_of_2": 300,
+    "two tp2 sp layers=4 window full": 600, "four delta": 640,
+}  # fmt: skip
 
 
 @pytest.mark.by_day("two tp2 sp")
@@ -277,13 +274,10 @@ def test_static_policy_equals_static_context_parallelism() -> None:
     assert len(by_token) == single["num_tokens"]
     static = {**single, "gradients": ranks[0]["gradients"], "losses": losses}
     plan = plan_global_batch(
-        samples,
-        topology=layout.topology,
-        model=load_model("llama-3-8b"),
-        hardware=load_hardware("cpu"),
+        samples, topology=layout.topology, model=load_model("llama-3-8b"), hardware=load_hardware("cpu"),
         options=PlanOptions(max_tokens_per_rank=208, static_cp_size=CP_SIZE, cp_comm_types=("p2p",)),
         policy="static",
-    ).plan
+    ).plan  # fmt: skip
     # Two samples never fit together: one per micro-batch, as megatron-core's side runs them.
     assert [(bucket.cp_size, len(bucket.samples)) for bucket in plan.buckets] == [(CP_SIZE, 1)] * 3
     assert_all_equal_to_reference({"static": Case(layout, samples, plan, static)})

@@ -56,16 +56,13 @@ def test_checksum_sees_each_kind_of_mistake() -> None:
     shifted = np.roll(tokens, 1)
     changed = tokens + (positions == 7)
     sums = [
-        token_checksum(5, positions, tokens),
-        token_checksum(6, positions, tokens),
-        token_checksum(5, positions, tokens, column=1),
-        token_checksum(5, positions, swapped),
-        token_checksum(5, positions, shifted),
-        token_checksum(5, positions, changed),
+        token_checksum(5, positions, tokens), token_checksum(6, positions, tokens),
+        token_checksum(5, positions, tokens, column=1), token_checksum(5, positions, swapped),
+        token_checksum(5, positions, shifted), token_checksum(5, positions, changed),
         token_checksum(5, positions[1:], tokens[1:]),
         token_checksum(5, np.append(positions, 9), np.append(tokens, 109)),
         token_checksum(5, positions, tokens.astype(np.float32)),
-    ]
+    ]  # fmt: skip
     assert len(set(sums)) == len(sums)
     assert all(0 <= total < 2**50 for total in sums)
 
@@ -386,10 +383,7 @@ FAULTS = {
     "torn mask": Fault(
         ("dp4",),
         on_rank(3, changing_item(0, lambda item: item | {"loss_mask": item["loss_mask"][:-1]})),
-        DataError,
-        ("'loss_mask'", "lane 3", "step 0"),
-        rank=3,
-        step=0,
+        DataError, ("'loss_mask'", "lane 3", "step 0"), rank=3, step=0,
     ),
     "no iterator": Fault(EVERY, on_rank(2, giving(None)), InvalidInputError, ("has no data iterator",), rank=2),
     "iterators of other chunks": Fault(

@@ -109,12 +109,9 @@ CASES = {
     "two moe_biased one_product": Asked(OLDEST), "two moe one_product full": Asked(NEWEST),
     "two ep2 moe one_product fused distributed": Asked(NEWEST), "two mtp": Asked(NEWEST),
     "four mixed delta_moe distributed again=core_attn": Asked(NEWEST, ALL, ALL_AND_SHARES),
-    "one tp2 pp2 vpp2 delta": Asked(OLDEST, ""),
-    "two delta_mtp": Asked(NEWEST),
-    "two tp2 sp delta again=core_attn+gdn_norm_out": Asked(NEWEST),
-    "two tp2 sp delta_1p": Asked(NEWEST),
-    "two tp2 sp mamba": Asked(PINNED),
-    "two ep2 mamba_moe one_product full fused": Asked(NEWEST),
+    "one tp2 pp2 vpp2 delta": Asked(OLDEST, ""), "two delta_mtp": Asked(NEWEST),
+    "two tp2 sp delta again=core_attn+gdn_norm_out": Asked(NEWEST), "two tp2 sp delta_1p": Asked(NEWEST),
+    "two tp2 sp mamba": Asked(PINNED), "two ep2 mamba_moe one_product full fused": Asked(NEWEST),
 }  # fmt: skip
 """Layout -> what it asks of which version."""
 
@@ -184,15 +181,12 @@ def test_linear_layers_are_saved_as_by_megatron_cores_spec(kind: str) -> None:
 CURRENT, BLOCKS, MX = "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"
 DELAYED = "TEDelayedScaling"
 IN_FP8 = {
-    "four mixed fp8=mxfp8": (ALL, MX),
-    "two tp2 sp fp8=tensorwise e4m3 full": ("p2p", CURRENT),
-    "two tp2 sp delta_16_heads fp8=tensorwise full": ("p2p", CURRENT),
-    "two tp2 sp fp8=blockwise": ("p2p", BLOCKS),
-    "two delta_16_heads fp8=mxfp8": ("p2p", MX),
-    "two pp2 vpp2 distributed fp8=blockwise": ("p2p", BLOCKS),
+    "four mixed fp8=mxfp8": (ALL, MX), "two tp2 sp fp8=tensorwise e4m3 full": ("p2p", CURRENT),
+    "two tp2 sp delta_16_heads fp8=tensorwise full": ("p2p", CURRENT), "two tp2 sp fp8=blockwise": ("p2p", BLOCKS),
+    "two delta_16_heads fp8=mxfp8": ("p2p", MX), "two pp2 vpp2 distributed fp8=blockwise": ("p2p", BLOCKS),
     "two tp2 sp a2a llama_8_heads fp8=delayed again=core_attn": ("a2a", DELAYED),
     "four fp8=delayed": ("p2p", DELAYED),
-}
+}  # fmt: skip
 """Layout -> exchanges of the plan, and the class of the recipe."""
 
 Quantized = tuple[Comparison, list[quantization.Context], list[tuple[str, int]]]

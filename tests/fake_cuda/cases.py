@@ -145,14 +145,11 @@ def placed_bucket(rank: int, inner: int = 1, seed: int = 6, lanes_of_node: int =
 
 def buckets_of_lanes(rank: int, num_lanes: int) -> list[PackedBucket]:
     return [
-        bucket("p2p", rank, 1),
-        bucket("p2p", rank, 2, seqlens=(1,)),
-        bucket("p2p", rank, num_lanes),
-        bucket("all_gather", rank, num_lanes),
-        bucket("a2a", rank, 2, 2),
+        bucket("p2p", rank, 1), bucket("p2p", rank, 2, seqlens=(1,)), bucket("p2p", rank, num_lanes),
+        bucket("all_gather", rank, num_lanes), bucket("a2a", rank, 2, 2),
         bucket("a2a", rank, num_lanes, num_lanes),  # more lanes than KV heads
         *(bucket("a2a+p2p", rank, num_lanes, inner) for inner in (2, 4) if inner < num_lanes),
-    ]
+    ]  # fmt: skip
 
 
 def placed_buckets(rank: int, num_lanes: int) -> list[PackedBucket]:

@@ -186,11 +186,8 @@ def install(library: Path) -> None:
         "Event": Event,
         "current_stream": lambda device=None: entered[-1] if entered else streams[loaded.fake_cuda_device()],
         "default_stream": lambda device=None: streams[loaded.fake_cuda_device()],
-        "stream": stream_context,
-        "set_stream": lambda stream: None,
-        "empty_cache": lambda: None,
-        "is_current_stream_capturing": lambda: False,
-        "reset_peak_memory_stats": lambda device=None: None,
+        "stream": stream_context, "set_stream": lambda stream: None, "empty_cache": lambda: None,
+        "is_current_stream_capturing": lambda: False, "reset_peak_memory_stats": lambda device=None: None,
         "memory_stats": lambda device=None: {},
     }  # fmt: skip
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):

@@ -53,12 +53,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     timeout_s = BY_DAY_S if asked.keys().isdisjoint((FIRST_LANE, *EACH_NIGHT)) else BY_NIGHT_S
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.fake_cuda.cases", str(built), str(found), *asked],
-        cwd=ROOT,
-        env={**os.environ, **NO_COMPILE, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        cwd=ROOT, env={**os.environ, **NO_COMPILE, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -33,12 +33,9 @@ pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 SEQLENS = {
-    "one_of_one_token": (2,),
-    "shortest": (2, 2, 4),
-    "beside_a_block": (126, 128, 130, 256),
-    "long_and_short": (4096, 2, 512),
-    "many": tuple(2 * (1 + 37 * i % 150) for i in range(64)),
-}
+    "one_of_one_token": (2,), "shortest": (2, 2, 4), "beside_a_block": (126, 128, 130, 256),
+    "long_and_short": (4096, 2, 512), "many": tuple(2 * (1 + 37 * i % 150) for i in range(64)),
+}  # fmt: skip
 FEW_TOKENS = 4
 HEADS = {"gqa_64": (4, 2, 64), "mha_128": (8, 8, 128), "one_kv_head_128": (4, 1, 128), "wide_256": (2, 2, 256)}
 

@@ -59,14 +59,11 @@ def test_newer_checkout_with_a_table_of_schedulers(
 @pytest.mark.parametrize(
     ("minor", "patch", "pre", "schedules", "nearest"),
     [
-        (15, 0, "", None, "0.16.1"),
-        (16, 1, "rc0", None, "0.16.1"),
-        (17, 0, "", None, "0.17.1"),
-        (18, 3, "", None, "0.18.2"),
-        (19, 0, "", "x = 1\n", "0.19.1"),
+        (15, 0, "", None, "0.16.1"), (16, 1, "rc0", None, "0.16.1"), (17, 0, "", None, "0.17.1"),
+        (18, 3, "", None, "0.18.2"), (19, 0, "", "x = 1\n", "0.19.1"),
         (21, 0, "", "scheduler_map = {}\n", "0.20.0"),  # schedulers that know one CP size, as those of branch main
     ],
-)
+)  # fmt: skip
 def test_other_versions_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minor: int, patch: int, pre: str, schedules: str | None,
     nearest: str,

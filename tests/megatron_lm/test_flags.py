@@ -179,13 +179,10 @@ def test_windows_of_a_checkout_are_not_placed() -> None:
     ("argv", "remedy"),
     [
         (("--attention-dropout", "0.1"), "set it to 0"),  # Megatron-LM's default
-        (("--fp8-format", "e4m3"), ""),
-        (("--hybrid-context-parallel",), ""),
-        (("--iterations-to-skip", "3"), ""),
-        (("--dataloader-type", "cyclic"), ""),
-        (("--transformer-impl", "inference_optimized"), ""),
+        (("--fp8-format", "e4m3"), ""), (("--hybrid-context-parallel",), ""), (("--iterations-to-skip", "3"), ""),
+        (("--dataloader-type", "cyclic"), ""), (("--transformer-impl", "inference_optimized"), ""),
     ],
-)
+)  # fmt: skip
 def test_unsupported_features_are_refused_by_flag(argv: tuple[str, ...], remedy: str) -> None:
     with pytest.raises(UnsupportedFeatureError, match=f"{argv[0]}.* is not supported.*{remedy}"):
         flags.translate(parse("--dynamic-cp", *argv))

@@ -78,19 +78,13 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def tokenizer_arguments(folder: Path) -> argparse.Namespace:
     """Return what `build_tokenizer` of any release reads."""
     return argparse.Namespace(
-        tokenizer_type="HuggingFaceTokenizer",
-        tokenizer_model=str(folder),
-        trust_remote_code=False,
-        vocab_file=None,
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder), trust_remote_code=False, vocab_file=None,
         merge_file=None,
         **dict.fromkeys(("tokenizer_metadata", "metadata_path", "tokenizer_special_tokens", "special_tokens")),
-        chat_template=None,
-        tokenizer_hf_use_fast=True,
-        tokenizer_hf_no_use_fast=False,
-        tokenizer_hf_include_special_tokens=False,
-        tokenizer_hf_no_include_special_tokens=True,
+        chat_template=None, tokenizer_hf_use_fast=True, tokenizer_hf_no_use_fast=False,
+        tokenizer_hf_include_special_tokens=False, tokenizer_hf_no_include_special_tokens=True,
         **PADDING_OF_THE_VOCABULARY,
-    )
+    )  # fmt: skip
 
 
 def arguments(**changes: Any) -> argparse.Namespace:

@@ -26,12 +26,9 @@ def parsed(flags: str, world_size: int, lanes_per_node: int, monkeypatch: Any) -
 @pytest.mark.parametrize(
     ("flags", "num_lanes", "lanes_per_node", "inner", "largest"),
     [
-        ("", 8, 8, (2, 4), None),
-        ("--cp-comm-type p2p", 8, 8, (), None),
-        ("--cp-comm-type all_gather", 8, 8, (), None),
-        ("--cp-comm-type auto", 8, 8, (2, 4), None),
-        ("--cp-comm-type auto", 16, 2, (2,), None),
-        ("--cp-comm-type auto", 16, 6, (2,), None),
+        ("", 8, 8, (2, 4), None), ("--cp-comm-type p2p", 8, 8, (), None),
+        ("--cp-comm-type all_gather", 8, 8, (), None), ("--cp-comm-type auto", 8, 8, (2, 4), None),
+        ("--cp-comm-type auto", 16, 2, (2,), None), ("--cp-comm-type auto", 16, 6, (2,), None),
         ("--cp-comm-type auto --max-dynamic-cp-size 4", 16, 8, (2,), 4),
         ("--cp-comm-type auto --num-attention-heads 3 --num-query-groups 1 --kv-channels 32", 8, 8, (), None),
         ("--cp-comm-type auto", 64, 8, (4,), None),
@@ -42,7 +39,7 @@ def parsed(flags: str, world_size: int, lanes_per_node: int, monkeypatch: Any) -
         ("--cp-comm-type a2a+p2p", 16, 4, (2, 4), 16),
         ("--cp-comm-type a2a+p2p --dynamic-cp-inner-sizes 4 2", 16, 4, (2, 4), 16),
     ],
-)
+)  # fmt: skip
 def test_what_is_left_out_is_filled_in(flags, num_lanes, lanes_per_node, inner, largest, monkeypatch):
     settings = parsed(flags, num_lanes, lanes_per_node, monkeypatch)
     assert settings.model.num_attention_heads in (NUM_HEADS, 3)

@@ -25,14 +25,11 @@ H100 = {"capability": (9, 0), "flash_attn": None, "attention_backend": "auto", "
 @pytest.mark.parametrize(
     ("recipe", "more", "alignment", "multiple"),
     [
-        ("tensorwise", "", 16, 16),
-        ("tensorwise", f"{TP} --sequence-parallel", 16, 32),
-        ("mxfp8", "", 32, 32),
-        ("mxfp8", f"{TP} --sequence-parallel", 32, 64),
-        ("blockwise", TP, 16, 16),
+        ("tensorwise", "", 16, 16), ("tensorwise", f"{TP} --sequence-parallel", 16, 32), ("mxfp8", "", 32, 32),
+        ("mxfp8", f"{TP} --sequence-parallel", 32, 64), ("blockwise", TP, 16, 16),
         ("blockwise", f"{TP} --sequence-parallel", 128, 256),  # gathered in FP8
     ],
-)
+)  # fmt: skip
 def test_the_planner_and_megatron_core_know_the_recipe(recipe: str, more: str, alignment: int, multiple: int) -> None:
     settings = parsed(f"{HYBRID} --fp8-recipe {recipe} {more} --seq-length 1024 --max-seqlen-per-dp-cp-rank 512")
     assert settings.planning.topology.rank_token_multiple == multiple

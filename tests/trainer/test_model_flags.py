@@ -309,15 +309,12 @@ WINDOW = "--window-size 15,0"
 @pytest.mark.parametrize(
     ("flags", "window_tokens", "skip", "windowed"),
     [
-        ("", 0, 0, 0),
-        (WINDOW, 16, 0, 4),
-        ("--window-size (0,0)", 1, 0, 4),
-        (f"{WINDOW} --window-attn-skip-freq 2", 16, 2, 2),
-        (f"{WINDOW} --window-attn-skip-freq 1", 16, 1, 0),
+        ("", 0, 0, 0), (WINDOW, 16, 0, 4), ("--window-size (0,0)", 1, 0, 4),
+        (f"{WINDOW} --window-attn-skip-freq 2", 16, 2, 2), (f"{WINDOW} --window-attn-skip-freq 1", 16, 1, 0),
         (f"{WINDOW} --window-attn-skip-freq [0,1]*2", 16, (0, 1, 0, 1), 2),
         (f"{WINDOW} --window-attn-skip-freq ([1]*3+[0])*1", 16, (1, 1, 1, 0), 3),
     ],
-)
+)  # fmt: skip
 def test_flags_are_those_of_megatron_lm(flags, window_tokens, skip, windowed):
     settings = parsed(flags)
     shape = model_shape(settings.model, 264)

@@ -43,12 +43,9 @@ def said(folder: Path, cache: Path | str, *more: str, before: str = "") -> str:
     (folder / "kernels.py").write_text(KERNELS)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.replace("import kernels", before + "import kernels"), str(cache), *more],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+        capture_output=True, text=True, timeout=100, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
-    )
+    )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     return done.stderr
 

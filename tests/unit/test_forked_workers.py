@@ -65,12 +65,9 @@ def start(folder: Path, files: dict[str, str], *words: str) -> subprocess.Popen[
     words = ("-q", "-p", "no:cacheprovider", "--rootdir", str(folder), "-c", "/dev/null", *words)
     with (folder / "said").open("w") as said:
         return subprocess.Popen(
-            [sys.executable, "-m", "pytest", *words, str(folder)],
-            cwd=ROOT,
-            stdout=said,
-            stderr=subprocess.STDOUT,
+            [sys.executable, "-m", "pytest", *words, str(folder)], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
-        )
+        )  # fmt: skip
 
 
 def end(running: subprocess.Popen[str], folder: Path) -> str:

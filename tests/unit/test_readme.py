@@ -57,11 +57,8 @@ def test_logs_on_pages_are_those_that_runs_write() -> None:
     texts = sorted(((num, text) for num, text in texts_of_the_sources() if num >= 5), key=lambda one: -one[0])
     logs = {
         "README.md": 13,  # parts
-        "docs/index.md": 24,
-        "docs/how-to/megatron-lm.md": 14,
-        "docs/how-to/data.md": 1,
-        "docs/how-to/operate.md": 2,
-    }
+        "docs/index.md": 24, "docs/how-to/megatron-lm.md": 14, "docs/how-to/data.md": 1, "docs/how-to/operate.md": 2,
+    }  # fmt: skip
     for page, at_least in logs.items():
         blocks = re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
         of_logs = [block for block in blocks if re.search(r"iteration +\d|\d s\b|tokens that", block)]

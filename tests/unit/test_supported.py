@@ -18,10 +18,7 @@ from tests.distributed.test_bf16 import LINES as IN_BF16
 from tests.trainer.commandline import command_line
 
 TRAINER_WORDS = [
-    "",
-    "--bf16",
-    "--tensor-model-parallel-size 2 --sequence-parallel",
-    "--pipeline-model-parallel-size 2",
+    "", "--bf16", "--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2",
     "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     "--recompute-activations",
     "--recompute-granularity full",
@@ -34,7 +31,7 @@ TRAINER_WORDS = [
     "--hybrid-override-pattern M-*M --mamba-num-groups 2 --mamba-head-dim 16 --tensor-model-parallel-size 2",
     "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --recompute-granularity full",
     "--hidden-dropout 0.1 --kv-channels 32 --init-method-std 0.01 --use-cpu-initialization",
-]
+]  # fmt: skip
 
 
 def plain_config(**fields):

@@ -188,12 +188,9 @@ def test_a_bucket_costs_no_less_than_the_sum_of_its_samples(seqlens, exchanges, 
 
 @settings(max_examples=100)
 @given(
-    SEQLENS,
-    EXCHANGES,
-    st.sampled_from(["none", "selective", "full"]),
-    st.sampled_from([1, 2, 4]),
+    SEQLENS, EXCHANGES, st.sampled_from(["none", "selective", "full"]), st.sampled_from([1, 2, 4]),
     st.sampled_from([TINY_HARDWARE, HOST_HARDWARE]),
-)
+)  # fmt: skip
 def test_no_bucket_is_outside_the_range_of_backward_over_forward(seqlens, exchanges, recompute, cp_size, hardware):
     topology = Topology(num_lanes=4)
     model = CostModel(problem_of(topology, hardware=hardware, cp_comm_types=exchanges, recompute=recompute))

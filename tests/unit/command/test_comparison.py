@@ -168,12 +168,9 @@ def test_launches_are_what_an_empty_bucket_costs():
     parts = parts_of(lanes, TINY_HARDWARE, [4000, 4000], 1)
     assert parts.launch_s == pytest.approx(2 * parts_of(lanes, TINY_HARDWARE, [4000], 1).launch_s)
     free = replace(
-        TINY_HARDWARE,
-        forward_overhead_s_per_layer=0.0,
-        backward_overhead_s_per_layer=0.0,
-        overhead_s_per_bucket_stage=0.0,
-        linear_extra_tokens=0,
-    )
+        TINY_HARDWARE, forward_overhead_s_per_layer=0.0, backward_overhead_s_per_layer=0.0,
+        overhead_s_per_bucket_stage=0.0, linear_extra_tokens=0,
+    )  # fmt: skip
     assert parts_of(lanes, free, [4000, 4000], 1).launch_s == 0
 
 

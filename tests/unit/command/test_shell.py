@@ -215,11 +215,8 @@ def test_a_report_names_the_package_that_it_lacks(tmp_path, monkeypatch, capsys)
 
 
 EVERY_COMMAND = {
-    "--help": ["--help"],
-    "--version": ["--version"],
-    "lengths": ["lengths"],
-    "lengths --json": ["lengths", "--json", "-"],
-    "plan": COMMANDS["plan"],
+    "--help": ["--help"], "--version": ["--version"], "lengths": ["lengths"],
+    "lengths --json": ["lengths", "--json", "-"], "plan": COMMANDS["plan"],
     "plan --output": [*COMMANDS["plan"], "--output", "-"],
     "simulate": [*COMMANDS["simulate"], "--batches", "1", "--policy", "balanced"],
     "sweep": [*COMMANDS["sweep"], "--tp", "1", "--pp", "1", "--recompute", "none", "--batches", "1"],
@@ -227,7 +224,7 @@ EVERY_COMMAND = {
     "doctor": COMMANDS["doctor"],
     "completion": ["completion", "bash"],
     "sweep --help": ["sweep", "--help"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.by_day("--help", "lengths", "plan --output", "simulate")
@@ -248,12 +245,9 @@ def test_output_that_cannot_be_written_is_one_line(words, monkeypatch, capsys):
 def test_closed_streams_are_no_traceback(tmp_path):
     def with_closed(streams, *words):
         return subprocess.run(
-            ["sh", "-c", f'exec "$@" {streams}', "sh", *COMMAND, *words],
-            capture_output=True,
-            timeout=120,
-            check=False,
-            cwd=tmp_path,
-        )
+            ["sh", "-c", f'exec "$@" {streams}', "sh", *COMMAND, *words], capture_output=True, timeout=120,
+            check=False, cwd=tmp_path,
+        )  # fmt: skip
 
     done = with_closed(">&-", *COMMANDS["plan"])
     assert (done.returncode, done.stderr.count(b"\n")) == (1, 1), done.stderr

@@ -151,17 +151,14 @@ TOKENIZER = ByteTokenizer()
 READER = TextReader(tokenizer=TOKENIZER, json_key="text")
 
 CORPORA = {
-    "plain": b'{"text": "one"}\n{"text": "two"}\n',
-    "no_last_newline": b'{"text": "one"}\n{"text": "two"}',
+    "plain": b'{"text": "one"}\n{"text": "two"}\n', "no_last_newline": b'{"text": "one"}\n{"text": "two"}',
     "crlf": b'{"text": "one"}\r\n\r\n{"text": "t\\u2603"}\r\n',
-    "blanks": b'\n\n{"text": ""}\n  \n\t\n{"text": "b"}\n\n',
-    "only_blanks": b"\n \n\n",
-    "empty": b"",
+    "blanks": b'\n\n{"text": ""}\n  \n\t\n{"text": "b"}\n\n', "only_blanks": b"\n \n\n", "empty": b"",
     "unicode": '{"text": "na\u00efve \u2603 \U0001d11e"}\n{"text": "\\ud834\\udd1e\\n"}\n'.encode(),
     "mark": b'\xef\xbb\xbf{"text": "marked"}\n{"text": "x"}\n',
     "huge": b'{"text": "a"}\n{"text": "' + b"h" * 5000 + b'"}\n\n{"text": "z"}',
     "other_fields": b'{"meta": {"text": "no"}, "text": "yes", "n": [1, 2]}\n',
-}
+}  # fmt: skip
 
 
 def expected(content: bytes) -> tuple[list[list[int]], list[int]]:

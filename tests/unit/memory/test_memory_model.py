@@ -220,12 +220,9 @@ def test_recomputed_modules_by_hand():
     topology, selective = Topology(num_lanes=1), replace(OPTIONS, recompute="selective")
     plain = activation_bytes(MODEL, topology, OPTIONS)
     for names, dropped, held in (
-        (("core_attn",), 16, 0),
-        (("mlp",), 64, 64),
-        (("layernorm",), 32, 32),
-        (("core_attn", "mlp", "layernorm"), 112, 96),
-        ((), 0, 0),
-    ):
+        (("core_attn",), 16, 0), (("mlp",), 64, 64), (("layernorm",), 32, 32),
+        (("core_attn", "mlp", "layernorm"), 112, 96), ((), 0, 0),
+    ):  # fmt: skip
         found = activation_bytes(MODEL, topology, replace(selective, recompute_modules=names))
         assert plain.per_layer - found.per_layer == dropped
         assert found.working - plain.working == held

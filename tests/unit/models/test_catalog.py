@@ -351,13 +351,10 @@ def test_a_config_that_does_not_fit_names_the_key(tmp_path, changes, says):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"model_type": "mistral", "sliding_window": 9},
-        {"model_type": "smollm3"},
-        {"model_type": "qwen3_next"},
+        {}, {"model_type": "mistral", "sliding_window": 9}, {"model_type": "smollm3"}, {"model_type": "qwen3_next"},
         {"model_type": "granitemoehybrid"},
     ],
-)
+)  # fmt: skip
 def test_more_layers_than_can_be_listed_are_refused_at_once(tmp_path, changes, number):
     path = config_file(tmp_path, num_hidden_layers=number, **changes)
     for load in (catalog.load_model, *([catalog.load_architecture] if changes.get("model_type") == "smollm3" else ())):

@@ -73,13 +73,10 @@ def test_compiled_padding_is_that_of_a_bucket():
 def random_model(rng: random.Random) -> CostModel:
     pp_size = rng.choice([1, 2, 3, 4])
     topology = Topology(
-        num_lanes=rng.randint(1, 9),
-        tp_size=rng.choice([1, 2, 3, 4]),
-        pp_size=pp_size,
-        vp_size=rng.choice([1, 2, 3]) if pp_size > 1 else 1,
-        ranks_per_node=rng.choice([1, 3, 4, 8]),
+        num_lanes=rng.randint(1, 9), tp_size=rng.choice([1, 2, 3, 4]), pp_size=pp_size,
+        vp_size=rng.choice([1, 2, 3]) if pp_size > 1 else 1, ranks_per_node=rng.choice([1, 3, 4, 8]),
         sequence_parallel=rng.random() < 0.5,
-    )
+    )  # fmt: skip
     exchanges = rng.choice([("p2p",), ("all_gather",), ("p2p", "all_gather", "a2a"), ("a2a", "p2p")])
     options = {"max_tokens_per_rank": rng.randint(2 * topology.rank_token_multiple, 90), "cp_comm_types": exchanges}
     if rng.random() < 0.5:

@@ -42,12 +42,9 @@ def pack(samples: tuple[Sample, ...], model: CostModel, limit: int | None = None
     seqlens = np.array([sample.seqlen for sample in longest_first(samples)])
     topology = model.topology
     return pack_megatron_dev(
-        seqlens,
-        model.table,
-        topology.num_lanes,
-        limit or model.options.max_tokens_per_rank,
+        seqlens, model.table, topology.num_lanes, limit or model.options.max_tokens_per_rank,
         topology.num_microbatches_multiple,
-    )
+    )  # fmt: skip
 
 
 def plan_of_packing(packing: Packing, samples: tuple[Sample, ...], model: CostModel) -> Plan:

@@ -119,12 +119,9 @@ def test_whether_a_pool_is_faster_is_judged_as_it_runs() -> None:
     ("lanes", "tp_size", "vp_size", "limit", "longest"),
     [
         (2, 1, 1, 100, 200),  # two lanes, filled to the last token: what a run plans at start with --seq-length 200
-        (1, 2, 1, 64, 64),
-        (3, 2, 2, 250, 497),
-        (4, 1, 1, 24, 93),
-        (8, 2, 1, 1024, 8192),
+        (1, 2, 1, 64, 64), (3, 2, 2, 250, 497), (4, 1, 1, 24, 93), (8, 2, 1, 1024, 8192),
     ],
-)
+)  # fmt: skip
 def test_a_pool_holds_every_batch_that_the_planner_holds(
     lanes: int, tp_size: int, vp_size: int, limit: int, longest: int
 ) -> None:

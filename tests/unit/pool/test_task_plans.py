@@ -380,14 +380,11 @@ def test_every_server_gets_what_its_tasks_are_and_no_more(which: str, request: p
                 rows = {row for row, _ in tiles}
                 computed += [
                     (
-                        ids[programme.held[row].sample],
-                        programme.held[row].start,
-                        programme.held[row].stop,
-                        server,
+                        ids[programme.held[row].sample], programme.held[row].start, programme.held[row].stop, server,
                         nano_batch,
                     )
                     for row in rows
-                ]
+                ]  # fmt: skip
         all_samples = samples_of(plan, tick)
         wanted = [(all_samples[row[0]].sample_id, row[1], row[2], row[4], row[5]) for row in tasks.rows.tolist()]
         assert sorted(computed) == sorted(wanted)

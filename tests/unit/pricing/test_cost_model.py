@@ -81,10 +81,7 @@ UNIT_HARDWARE = Hardware(
     name="unit",
     peak_flops_per_s=68,
     linear_flops_per_s=68,  # 34 weights: 1 s per token
-    attention_flops_per_s=16,
-    attention_extra_tokens=2,
-    attention_full_flops_per_s=32,
-    attention_full_extra_tokens=0,
+    attention_flops_per_s=16, attention_extra_tokens=2, attention_full_flops_per_s=32, attention_full_extra_tokens=0,
     attention_backward_flops_per_s=40,  # 2.5 times the FLOPs: 1 s per squared token
     attention_backward_extra_tokens=4,
     attention_full_backward_flops_per_s=80,

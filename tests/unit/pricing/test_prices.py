@@ -172,18 +172,15 @@ def test_links_are_those_of_the_topology(num_lanes, tp_size, pp_size, ranks_per_
 @pytest.mark.parametrize(
     ("lanes", "sizes"),
     [
-        (8, {"num_lanes": 64}),
-        (4, {"num_lanes": 64, "tp_size": 2}),
-        (1, {"num_lanes": 64, "tp_size": 8}),
-        (1, {"num_lanes": 4, "tp_size": 16}),
-        (2, {"num_lanes": 16, "ranks_per_node": 6}),
+        (8, {"num_lanes": 64}), (4, {"num_lanes": 64, "tp_size": 2}), (1, {"num_lanes": 64, "tp_size": 8}),
+        (1, {"num_lanes": 4, "tp_size": 16}), (2, {"num_lanes": 16, "ranks_per_node": 6}),
         (1, {"num_lanes": 16, "ranks_per_node": 5}),
         (4, {"num_lanes": 12, "pp_size": 2}),  # stage 1 starts in the middle of a node
         (8, {"num_lanes": 12}),
         (2, {"num_lanes": 3, "ranks_per_node": 2}),
         (8, {"num_lanes": 3}),  # groups of 8 do not exist: no group of theirs spans nodes
     ],
-)
+)  # fmt: skip
 def test_the_largest_inner_group(lanes, sizes):
     topology = Topology(**sizes)
     found = lanes_in_one_node(topology)

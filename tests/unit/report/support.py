@@ -82,12 +82,9 @@ def comparison(
         samples_of(np.minimum(1000, generator.lognormal(4, 1.2, 24).astype(int) + 1)) for _ in range(num_batches)
     ]
     return compare_policies(
-        batches,
-        topology=Topology(num_lanes=8, pp_size=2),
-        model=TINY_MODEL,
-        hardware=TINY_HARDWARE,
+        batches, topology=Topology(num_lanes=8, pp_size=2), model=TINY_MODEL, hardware=TINY_HARDWARE,
         options=PlanOptions(max_tokens_per_rank=256, bytes_per_element=4, cp_comm_types=(exchange,)),
         policies=policies or ("dynamic", "static", "balanced"),
         model_name=model_name,
         hardware_name="tiny",
-    )
+    )  # fmt: skip

@@ -173,11 +173,8 @@ def test_ranges_as_text() -> None:
     ("text", "message"),
     [
         ("window:4", "mask 'window:4' is unknown: use causal, full, lambda:64,4096"),
-        ("lambda:64", "mask 'lambda:64' is unknown"),
-        ("lambda:4,0", "window is 0"),
-        ("lambda:4,-1", "is unknown"),
-        ("full:1", "mask 'full:1' is unknown"),
-        ("shared_question:5", "is unknown"),
+        ("lambda:64", "mask 'lambda:64' is unknown"), ("lambda:4,0", "window is 0"), ("lambda:4,-1", "is unknown"),
+        ("full:1", "mask 'full:1' is unknown"), ("shared_question:5", "is unknown"),
         ("shared_question:0,5", "prompt is 0"),
         ("shared_question:5,0", "has 1 answers, the shortest of 0 tokens"),
         ("causal_blockwise:0,2", "mask 'causal_blockwise:0,2': block_size is 0"),
@@ -187,7 +184,7 @@ def test_ranges_as_text() -> None:
         ("tree:5(0,3)", "segment 1 is 0"),
         ("tree:" + "1(" * 128 + "1" + ")" * 128, "a tree has 129 levels, at most 128 are supported: join segments"),
     ],
-)
+)  # fmt: skip
 def test_unknown_masks_are_named(text: str, message: str) -> None:
     with pytest.raises(InvalidInputError) as raised:
         parse_mask(text)
