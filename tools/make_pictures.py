@@ -26,7 +26,7 @@ from dynamic_cp.decide.sweep import Space, SweepJob, sweep
 from dynamic_cp.decide.workloads import draw_lengths, longest_length
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import DataParallel, Problem, Sample
+from dynamic_cp.types import DataParallel, Sample
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 NUM_BATCHES, NUM_SAMPLES, MAX_SEQLEN = 8, 256, 131072
@@ -50,21 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         timeline = one.batches[number].timeline
         assert timeline is not None
         timelines.append((one.name, timeline))
-    cost_model = CostModel(
-        Problem(
-            topology=comparison.topology,
-            model=comparison.model,
-            hardware=comparison.hardware,
-            options=comparison.options,
-        )
-    )
+    problem = comparison.problem
     pictures = {
         "overview": partial(gantt, timelines),
         "overview-narrow": partial(gantt, timelines, width_in=NARROW_IN),
         "cp-sizes": partial(cp_map, [(name, timeline.plan) for name, timeline in timelines]),
         "lengths": partial(length_histogram, [sample.seqlen for sample in comparison.batches[number]]),
         "imbalance": partial(imbalance, [(name, timeline.lane_busy_s) for name, timeline in reversed(timelines)]),
-        "knee": partial(knee, knee_points(comparison.model, comparison.hardware, cost_model)),
+        "knee": partial(knee, knee_points(problem.model, problem.hardware, CostModel(problem))),
     }
     for theme_name, theme in THEMES.items():
         for name, draw in pictures.items():

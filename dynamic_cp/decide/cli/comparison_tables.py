@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import click
 from rich.console import Console
@@ -11,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dynamic_cp.decide.cli.parameters import BatchInput
+from dynamic_cp.decide.cli.starting import Starter
 from dynamic_cp.decide.cli.tables import Column, can_draw, gb, heading, make_table, note, percent, table_of, tokens
 from dynamic_cp.decide.comparison import PART_LABELS, Comparison, PolicyOutcome, Verdict, verdict_of
 from dynamic_cp.decide.sweep import Point, Sweep
@@ -60,7 +60,7 @@ def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
 
 
 def _show_inputs(comparison: Comparison, batch: BatchInput, out: Console) -> None:
-    topology, setting = comparison.topology, comparison.policies[0].setting
+    topology, setting = comparison.problem.topology, comparison.policies[0].setting
     cross = "×" if can_draw(out) else "x"
     split = "".join(f" {cross} {words}" for words in setting.split)
     layout = f"= {topology.num_lanes} lanes{split}, recompute {setting.recomputed}"
@@ -206,35 +206,17 @@ _SWEEP_WIDE = 100
 """Columns from which the table of settings has all of them."""
 
 
-class LaunchLine(NamedTuple):
-    """How to start what is recommended.
-
-    Attributes:
-        flags: the command, line by line.
-        refusal: why there is none, else empty.
-        notes: what to know before it is used.
-        before: a command that has to run first, if any.
-        files: that start it and another setting, each with the name of its policy.
-        look: a command that shows it, line by line, if there is one.
-    """
-
-    flags: Sequence[str]
-    refusal: str
-    notes: Sequence[str]
-    before: str
-    files: Sequence[tuple[str, str]] = ()
-    look: Sequence[str] = ()
-
-
 def show_sweep(
     found: Sweep,
     comparison: Comparison,
     batch: BatchInput,
-    line: LaunchLine,
+    starter: Starter,
+    files: Sequence[tuple[str, str]],
     out: Console,
 ) -> None:
+    """Print what a sweep found, and how to start it; `files`: that do, each with the name of its policy."""
     cross = "×" if can_draw(out) else "x"
-    num_gpus = comparison.topology.world_size
+    num_gpus = comparison.problem.topology.world_size
     out.print(heading(f"{comparison.model_name} on {num_gpus} {cross} {comparison.hardware_name}"))
     show_batches(comparison, batch, out)
     out.print()
@@ -247,7 +229,7 @@ def show_sweep(
     out.print(_front(found.front, out))
     _show_remarks(found, out)
     out.print()
-    _show_line(line, out)
+    _show_line(found, starter, files, out)
     verdict = verdict_of(comparison)
     if verdict is not None:
         out.print()
@@ -330,23 +312,24 @@ def _show_remarks(found: Sweep, out: Console) -> None:
         )
 
 
-def _show_line(line: LaunchLine, out: Console) -> None:
-    if line.refusal:
-        out.print(note(f"no launch line, as {line.refusal}"))
+def _show_line(found: Sweep, starter: Starter, files: Sequence[tuple[str, str]], out: Console) -> None:
+    if refusal := starter.why_no_line(found.recommended):
+        out.print(note(f"no launch line, as {refusal}"))
         return
-    notes = list(line.notes)
-    if any("$HEAD_NODE" in words for words in line.flags):
+    fastest, notes = found.front[0], starter.notes()
+    flags, look = starter.line(fastest), starter.look(fastest)
+    if any("$HEAD_NODE" in words for words in flags):
         notes.append("HEAD_NODE is the host of node 0, NODE_RANK the number of each node")
     out.print(heading("Recommended"))
     out.print(note(f"({'; '.join(notes)})"))
     out.print()
-    if line.before:
-        click.echo(line.before)
-    click.echo(" \\\n    ".join(line.flags))
-    if line.look:
+    if starter.hardware_command:
+        click.echo(starter.hardware_command)
+    click.echo(" \\\n    ".join(flags))
+    if look:
         out.print()
         out.print(note("look at it; report (with --output), plan and trace (without --batches) take the same options:"))
-        click.echo(" \\\n    ".join(line.look))
-    if line.files:
+        click.echo(" \\\n    ".join(look))
+    if files:
         out.print()
-        out.print(note(f"written: {', '.join(f'{path} ({policy})' for path, policy in line.files)}"))
+        out.print(note(f"written: {', '.join(f'{path} ({policy})' for path, policy in files)}"))

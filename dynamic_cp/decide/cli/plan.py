@@ -197,7 +197,7 @@ def _inputs(batch: BatchInput, job: JobInput, problem: Problem) -> dict[str, Any
     return {
         "model": job.model,
         "hardware": job.hardware_name,
-        **job_to_dict(problem.topology, problem.options, problem.model),
+        **job_to_dict(problem),
         **batch.as_dict(),
         **job.data_parallel_as_dict,
         "gpus": job.gpus,

@@ -119,17 +119,9 @@ def command(output: str | None, json: str | None, resume: str | None, **given: A
         inputs = _inputs(batch, run.space, starter.job, run) | {"policies": policies}
         write_json(json, _as_dict(found, comparison, inputs, flags, refusal))
     if json != STDOUT:
-        from dynamic_cp.decide.cli.comparison_tables import LaunchLine, show_sweep
+        from dynamic_cp.decide.cli.comparison_tables import show_sweep
 
-        line = LaunchLine(
-            flags=flags,
-            refusal=refusal,
-            notes=starter.notes(),
-            before=starter.hardware_command,
-            files=files,
-            look=starter.look(found.front[0]),
-        )
-        show_sweep(found, comparison, batch, line, console())
+        show_sweep(found, comparison, batch, starter, files, console())
 
 
 def _only_one(given: Sequence[str]) -> str | None:

@@ -25,7 +25,7 @@ from dynamic_cp.decide.comparison.values import (
 from dynamic_cp.decide.comparison.verdict import verdict_of
 from dynamic_cp.decide.setting import Setting
 from dynamic_cp.plans.serialize import digest
-from dynamic_cp.types import ModelShape, PlanOptions, Topology
+from dynamic_cp.types import Problem
 
 SCHEMA_VERSION = 1
 
@@ -46,7 +46,7 @@ def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> 
         "inputs": {
             "model": comparison.model_name,
             "hardware": comparison.hardware_name,
-            **job_to_dict(comparison.topology, comparison.options, comparison.model),
+            **job_to_dict(comparison.problem),
             "is_tuned": comparison.is_tuned,
             "num_batches": len(comparison.batches),
             "num_samples": [len(batch) for batch in comparison.batches],
@@ -58,9 +58,9 @@ def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> 
     }
 
 
-def job_to_dict(topology: Topology, options: PlanOptions, model: ModelShape) -> dict[str, Any]:
+def job_to_dict(problem: Problem) -> dict[str, Any]:
     """Return how a job is planned and what options change of its model; only hybrids have `state_exchange`."""
-    said = asdict(options)
+    topology, model, said = problem.topology, problem.model, asdict(problem.options)
     if model.linear_attention is None:
         del said["state_exchange"]
     return {

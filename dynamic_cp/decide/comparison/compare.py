@@ -103,16 +103,18 @@ def compare_policies(
     samples = [sample for batch in batches for sample in batch]
     job = Job(
         batches=tuple(tuple(batch) for batch in batches),
-        topology=topology,
-        model=model,
-        hardware=hardware,
-        options=options_serving(samples, model, with_exchanges(options, model, samples)),
+        problem=Problem(
+            topology=topology,
+            model=model,
+            hardware=hardware,
+            options=options_serving(samples, model, with_exchanges(options, model, samples)),
+            data_parallel=data_parallel,
+        ),
         limit_from_memory=limit_from_memory,
-        data_parallel=data_parallel,
     )
     base = job.options_of("dynamic", None)
     # The largest CP size that is given is that of dynamic groups.
-    unbound = job._replace(options=replace(job.options, max_cp_size=None))
+    unbound = job._replace(problem=job.problem_of(replace(job.problem.options, max_cp_size=None)))
     jobs = [unbound if name in STATIC_POLICIES else job for name in names]
     outcomes = tuple(
         run.outcome(name, one, partial(_options_of, name, one, base)) for name, one in zip(names, jobs, strict=True)
@@ -146,7 +148,8 @@ def compare_settings(
     main = next((setting for setting in settings if setting.policy == "dynamic"), settings[0])
     jobs = [Job.at(setting, shared) for setting in settings]
     outcomes = tuple(
-        run.outcome(policy, job, partial(getattr, job, "options")) for policy, job in zip(policies, jobs, strict=True)
+        run.outcome(policy, job, partial(getattr, job.problem, "options"))
+        for policy, job in zip(policies, jobs, strict=True)
     )
     run.start("done")
     main_job = jobs[settings.index(main)]
@@ -160,11 +163,8 @@ def _comparison(
     """Return the comparison; `job` stands for those of all policies, `names` are those of model and hardware."""
     return Comparison(
         model_name=names[0],
-        hardware_name=names[1] or job.hardware.name,
-        topology=job.topology,
-        model=job.model,
-        hardware=job.hardware,
-        options=options,
+        hardware_name=names[1] or job.problem.hardware.name,
+        problem=job.problem_of(options),
         batches=job.batches,
         policies=policies,
         is_tuned=is_tuned,
@@ -191,7 +191,7 @@ class _Policies:
         options = options_of()
         planner = "dynamic" if name in POOL_POLICIES else name
         prices, memory = job.prices(options), job.memory(options, planner)
-        known = memory if job.hardware.hbm_bytes else None
+        known = memory if job.problem.hardware.hbm_bytes else None
         problem = job.problem_of(options, planner)
         plan: Callable[[Sequence[Sample]], tuple[PlannedBatch | PlannedTasks, str]]
         if name in POOL_POLICIES:
@@ -239,11 +239,11 @@ def _options_of(policy: str, job: Job, base: PlanOptions) -> PlanOptions:
 
 def _fastest_static(policy: str, job: Job) -> PlanOptions:
     """Return options with the given CP size, or with the fastest that fits in memory (of all, if none does)."""
-    given = job.options.static_cp_size
-    sizes = [given] if given is not None else list(allowed_cp_sizes(job.topology, job.options))
+    topology, given = job.problem.topology, job.problem.options.static_cp_size
+    sizes = [given] if given is not None else list(allowed_cp_sizes(topology, job.problem.options))
     candidates = []
     for cp_size in sizes:
-        if job.topology.num_lanes % cp_size:
+        if topology.num_lanes % cp_size:
             continue
         try:
             options = job.options_of(policy, cp_size)
@@ -268,7 +268,7 @@ def _limits(policy: str, options: PlanOptions, cp_size: int, job: Job) -> list[i
     limit = options.max_tokens_per_rank
     if policy != "static":
         return [limit]
-    least = -(-job.max_seqlen // cp_size) + 2 * job.topology.rank_token_multiple  # with padding
+    least = -(-job.max_seqlen // cp_size) + 2 * job.problem.topology.rank_token_multiple  # with padding
     return [limit, *(limit // divisor for divisor in _STATIC_DIVISORS if limit // divisor >= least)]
 
 

@@ -29,7 +29,6 @@ from dynamic_cp.types import (
     Sample,
     SearchEffort,
     StateExchangeUse,
-    Topology,
 )
 
 
@@ -76,30 +75,18 @@ class SweepJob:
 
 
 class Job(NamedTuple):
-    """What all policies of a comparison share; the attributes are the arguments of `compare_policies`."""
+    """What all policies of a comparison share; see the arguments of `compare_policies`."""
 
     batches: tuple[tuple[Sample, ...], ...]
-    topology: Topology
-    model: ModelShape
-    hardware: Hardware
-    options: PlanOptions
-    limit_from_memory: bool
-    data_parallel: DataParallel
+    problem: Problem
+    limit_from_memory: bool = False
 
     @classmethod
     def at(cls, setting: Setting, shared: SweepJob) -> Job:
         """Return the job of a setting, whose token limit is given."""
         # Bounds and prices are for all CP sizes at this limit, memory for those that the policy uses.
         options = replace(shared.options_of(setting), min_cp_size=1, max_cp_size=setting.max_cp_size)
-        return cls(
-            batches=shared.batches,
-            topology=setting.topology,
-            model=shared.model_of(setting),
-            hardware=shared.hardware,
-            options=options,
-            limit_from_memory=False,
-            data_parallel=shared.data_parallel,
-        )
+        return cls(shared.batches, replace(shared.problem(setting), options=options, policy="dynamic"))
 
     @property
     def max_seqlen(self) -> int:
@@ -108,8 +95,8 @@ class Job(NamedTuple):
     def options_of(self, policy: str, static_cp_size: int | None) -> PlanOptions:
         """Return the options of `policy`; with `limit_from_memory`, at the token limit that memory sets it."""
         options = replace(
-            self.allowed_to(policy, self.options),
-            static_cp_size=static_cp_size or self.options.static_cp_size,
+            self.allowed_to(policy, self.problem.options),
+            static_cp_size=static_cp_size or self.problem.options.static_cp_size,
         )
         if self.limit_from_memory:
             limit = self.memory(options, policy).max_tokens_per_rank(self.max_seqlen)
@@ -117,19 +104,12 @@ class Job(NamedTuple):
         return options
 
     def problem_of(self, options: PlanOptions, policy: str = "dynamic") -> Problem:
-        """Return all that plans of `policy` with `options` depend on besides the samples."""
-        return Problem(
-            topology=self.topology,
-            model=self.model,
-            hardware=self.hardware,
-            options=options,
-            policy=policy,
-            data_parallel=self.data_parallel,
-        )
+        return replace(self.problem, options=options, policy=policy)
 
     def allowed_to(self, policy: str, options: PlanOptions) -> PlanOptions:
         """Return `options` with the exchanges that plans of `policy` use."""
-        exchanges = exchanges_of_policy(policy, options.cp_comm_types, self.model, chain.from_iterable(self.batches))
+        samples = chain.from_iterable(self.batches)
+        exchanges = exchanges_of_policy(policy, options.cp_comm_types, self.problem.model, samples)
         return replace(options, cp_comm_types=exchanges)
 
     def memory(self, options: PlanOptions, policy: str = "dynamic") -> MemoryModel:
@@ -140,7 +120,7 @@ class Job(NamedTuple):
         """Return what `policy` runs with `options`; max_cp_size: its own, if it has one."""
         return Setting(
             policy=policy,
-            topology=self.topology,
+            topology=self.problem.topology,
             recompute=options.recompute,
             recompute_layers=options.recompute_layers,
             loss_chunk_tokens=options.loss_chunk_tokens,
@@ -148,7 +128,7 @@ class Job(NamedTuple):
             cp_comm_types=options.cp_comm_types,
             static_cp_size=options.static_cp_size,
             max_cp_size=max_cp_size,
-            pipeline_layers=self.model.pipeline_layers,
+            pipeline_layers=self.problem.model.pipeline_layers,
         )
 
     def cost_model(self, options: PlanOptions) -> CostModel:
@@ -170,7 +150,7 @@ def batch_outcome(
     """Return the figures of a plan of one of the job's batches; planning: its `plan_s` and `note`."""
     plan = planned.plan
     timeline = simulate(plan, prices.all)
-    sent = sent_by_plan(plan, job.problem_of(job.options))
+    sent = sent_by_plan(plan, job.problem)
     return PlanOutcome(
         planned=planned,
         timeline=timeline,
@@ -189,9 +169,9 @@ def rates(
     job: Job, samples: Sequence[Sample], makespan_s: float, iteration_s: float, prices: PricesByPart
 ) -> dict[str, Any]:
     """Return the figures of `BatchOutcome` that need no plan, from samples and the seconds of a step."""
-    num_ranks = job.topology.world_size
-    num_tokens, squared = length_sums(samples, job.model)
-    flops = batch_flops(job.model, num_tokens, squared, job.options.recompute)
+    model, num_ranks = job.problem.model, job.problem.topology.world_size
+    num_tokens, squared = length_sums(samples, model)
+    flops = batch_flops(model, num_tokens, squared, job.problem.options.recompute)
     return {
         "iteration_s": iteration_s,
         "makespan_s": makespan_s,

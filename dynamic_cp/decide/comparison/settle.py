@@ -72,7 +72,7 @@ def _known(comparison: Comparison, name: str) -> Iterator[Way]:
 
 
 def _links(comparison: Comparison) -> Way:
-    topology = comparison.topology
+    topology = comparison.problem.topology
     per_node = min(topology.ranks_per_node, topology.world_size)
     nodes = 2 if topology.world_size > per_node else 1
     hours = nodes * per_node * _PROFILE_MIN / 60
@@ -89,11 +89,11 @@ def _links(comparison: Comparison) -> Way:
 
 def _of_profile(comparison: Comparison) -> tuple[str, str]:
     model, hardware = shlex.quote(comparison.model_name), shlex.quote(comparison.hardware_name)
-    return f"--model {model} --tp {comparison.topology.tp_size}", f"--hardware {hardware} --output {_FILE}"
+    return f"--model {model} --tp {comparison.problem.topology.tp_size}", f"--hardware {hardware} --output {_FILE}"
 
 
 def _side_by_side(comparison: Comparison, ours: PolicyOutcome, theirs: PolicyOutcome) -> Way:
-    num_gpus = comparison.topology.world_size
+    num_gpus = comparison.problem.topology.world_size
     seconds = [STEPS * one.iteration_s for one in (ours, theirs)]
     hours = [one * num_gpus / 3600 for one in seconds]
     text = (

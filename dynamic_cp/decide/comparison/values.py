@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dynamic_cp.decide.comparison.parts import TimeParts, mean_parts
 from dynamic_cp.decide.setting import Setting
 from dynamic_cp.pipeline.timeline import Timeline
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+from dynamic_cp.types import PlannedBatch, Problem, Sample
 
 if TYPE_CHECKING:
     from dynamic_cp.pool.search import PlannedTasks
@@ -247,20 +247,16 @@ class Comparison:
 
     Attributes:
         model_name, hardware_name: as the user called them.
-        topology, options: as given, but with the dynamic policy's max_tokens_per_rank and max_cp_size where memory set
-            them. If `is_tuned`, both are those of the dynamic policy, or of the first one without it.
-        is_tuned: every policy has a layout of its own, on as many ranks; else all have `topology`.
-        batches: the global batches, in order.
+        problem: as given, but with the dynamic policy's max_tokens_per_rank and max_cp_size where memory set them. If
+            `is_tuned`, layout and options are those of the dynamic policy, or of the first one without it.
+        is_tuned: every policy has a layout of its own, on as many ranks; else all have that of `problem`.
         policies: in the order in which they were asked for.
         other_prices: gains under other prices, if a search has them.
     """
 
     model_name: str
     hardware_name: str
-    topology: Topology
-    model: ModelShape
-    hardware: Hardware
-    options: PlanOptions
+    problem: Problem
     batches: tuple[tuple[Sample, ...], ...]
     policies: tuple[PolicyOutcome, ...]
     is_tuned: bool = False

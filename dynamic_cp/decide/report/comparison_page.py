@@ -70,7 +70,7 @@ def render_report(comparison: Comparison, *, command: str, inputs: Mapping[str, 
 
 
 def _layout(comparison: Comparison) -> str:
-    topology = comparison.topology
+    topology = comparison.problem.topology
     gpus = f"{topology.world_size} GPUs ({comparison.hardware_name})"
     if comparison.is_tuned:
         return f"{gpus}, every policy at its own fastest layout"
@@ -152,12 +152,7 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
     which = (
         f"Batch {number + 1} of {len(comparison.batches)}, the one with the median speed-up" if several else "The batch"
     )
-    problem = Problem(
-        topology=comparison.topology,
-        model=comparison.model,
-        hardware=comparison.hardware,
-        options=comparison.options,
-    )
+    problem = comparison.problem
     name, plan = timelines[-1][0], timelines[-1][1].plan
     return {
         "pictures": _plan_pictures(timelines, comparison.batches[number], problem) + _tick_pictures(comparison, number),

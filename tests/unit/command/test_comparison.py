@@ -191,7 +191,7 @@ def test_the_limit_follows_from_memory_for_each_policy():
     hardware = replace(CURVED_HARDWARE, hbm_bytes=3e7, communicator_bytes_per_group=1e6)
     comparison = compared(hardware=hardware, limit_from_memory=True)
     limits = {one.policy: one.max_tokens_per_rank for one in comparison.policies}
-    assert limits["dynamic"] == comparison.options.max_tokens_per_rank > 200
+    assert limits["dynamic"] == comparison.problem.options.max_tokens_per_rank > 200
     # One CP size is one communicator of CP groups; of several each has its own.
     assert limits["balanced"] > limits["dynamic"]
     assert limits["balanced"] != limits["megatron-dev"]
@@ -240,7 +240,7 @@ def test_reserved_memory_is_no_reason_to_lose():
     assert ours.iteration_s <= theirs.iteration_s * (1 + 1e-9)
     problem = Problem(topology=TOPOLOGIES[0], model=TINY_MODEL, hardware=hardware, options=OPTIONS)
     assert ours.max_tokens_per_rank > MemoryModel(problem).max_tokens_per_rank(100)
-    assert to_dict(comparison)["policies"]["dynamic"]["max_cp_size"] == comparison.options.max_cp_size
+    assert to_dict(comparison)["policies"]["dynamic"]["max_cp_size"] == comparison.problem.options.max_cp_size
 
 
 def test_no_better_plan_is_claimed_only_where_dynamic_cp_is_none_the_worse():
@@ -324,7 +324,9 @@ def test_all_figures_of_a_row_agree():
         assert ours.mean(name) / theirs.mean(name) == pytest.approx(speedup.ratio)
     num_tokens = sum(one.num_tokens for one in ours.batches)
     seconds = sum(one.iteration_s for one in ours.batches)
-    assert ours.mean("tokens_per_s_per_gpu") == pytest.approx(num_tokens / seconds / comparison.topology.world_size)
+    assert ours.mean("tokens_per_s_per_gpu") == pytest.approx(
+        num_tokens / seconds / comparison.problem.topology.world_size
+    )
     bound_s = sum(one.lower_bound_s for one in ours.batches)
     assert ours.mean("time_over_bound") == pytest.approx(sum(one.makespan_s for one in ours.batches) / bound_s)
     mean = to_dict(comparison)["policies"]["dynamic"]["mean"]

@@ -116,7 +116,7 @@ def test_what_is_open_comes_with_what_would_settle_it() -> None:
     turned = verdict_of(replace(shipped, other_prices=tuple(gain(name, 1.01) for name in names)))
     assert turned is not None
     links, attention, *questions, both = turned.settled_by
-    num_gpus = shipped.topology.world_size
+    num_gpus = shipped.problem.topology.world_size
     assert num_gpus > 8
     assert links.what.startswith("links: on 2 nodes, about 5 minutes, 1.3 GPU hours; ")
     assert links.command[0].startswith("torchrun --nnodes 2 --node-rank $NODE_RANK ")
@@ -124,7 +124,7 @@ def test_what_is_open_comes_with_what_would_settle_it() -> None:
     assert attention.command[0] == "dynamic-cp profile"
     for way in (links, attention):
         assert way.command[-2:] == (
-            f"--model llama-3-8b --tp {shipped.topology.tp_size}", "--hardware h100-local --output measured.json"
+            f"--model llama-3-8b --tp {shipped.problem.topology.tp_size}", "--hardware h100-local --output measured.json"
         )  # fmt: skip
     assert [way.what.partition(":")[0] for way in questions] == ["TP collectives", "TP collectives", "gradients"]
     ours, theirs = shipped.policy("dynamic"), shipped.policy(turned.baseline)
