@@ -177,9 +177,6 @@ def test_each_iteration_ends_its_step_and_some_are_shown(monkeypatch: pytest.Mon
             ended.append((iteration, values))
             return f"record {iteration}"
 
-        def describe_step(self, record: str) -> str:
-            return f"line of {record}"
-
     args = argparse.Namespace(log_interval=2, tensorboard_log_interval=3)
     made = adaptor(
         get_args=lambda: args,
@@ -188,7 +185,9 @@ def test_each_iteration_ends_its_step_and_some_are_shown(monkeypatch: pytest.Mon
     )
     modules = {
         "megatron.training.utils": SimpleNamespace(print_rank_last=shown.append),
-        "megatron.integrations.lm_adaptor.counts": SimpleNamespace(write_scalars=lambda *given: written.append(given)),
+        "megatron.integrations.lm_adaptor.counts": SimpleNamespace(
+            plan_line=lambda record: f"line of {record}", write_scalars=lambda *given: written.append(given)
+        ),
     }
     monkeypatch.setattr(hooks.importlib, "import_module", modules.__getitem__)
     for iteration in range(1, 7):

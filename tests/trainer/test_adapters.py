@@ -104,7 +104,7 @@ def test_every_layout_goes_on_as_one_rank(case, of_models):
     found = train(num_ranks, words, LAYOUTS[layout], f"--load {saved}", without=other_activations(words))
     assert sorted(found) == [3, 4]
     if layout.startswith("4 lanes"):
-        assert {size for record in found.values() for size in record.cp_histogram} == {1, 2, 4}
+        assert {size for record in found.values() for size in record.plan.cp_histogram} == {1, 2, 4}
     assert losses(found) == pytest.approx(expected[2:], abs=5e-6)
     assert abs(expected[3] - expected[1]) > 1e-3, "it learns"
 

@@ -94,10 +94,10 @@ def test_losses_do_not_depend_on_the_ranks(tmp_path, kind, overlong):
     assert len(alone) == 2
     assert losses(shared) == pytest.approx(losses(alone), rel=TOLERANCE, abs=0.0)
     # A sample of more than 32 tokens needs both ranks.
-    assert any(2 in record.cp_histogram for record in shared.values())
-    assert [shared[i].num_tokens for i in shared] == [alone[i].num_tokens for i in alone]
+    assert any(2 in record.plan.cp_histogram for record in shared.values())
+    assert [shared[i].plan.seqlen_sum for i in shared] == [alone[i].plan.seqlen_sum for i in alone]
     if kind != "blend":
-        assert sum(record.num_tokens for record in alone.values()) == num_tokens
+        assert sum(record.plan.seqlen_sum for record in alone.values()) == num_tokens
 
 
 @pytest.mark.parametrize("kind", WRITERS)

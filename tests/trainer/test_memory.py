@@ -111,7 +111,7 @@ def test_all_ranks_train_at_the_limit_that_memory_gives(tmp_path):
     given = train(2, TRAINING, f"--dynamic-cp --max-seqlen-per-dp-cp-rank {limit}", hardware)
     assert len(auto) == 1
     assert losses(auto) == losses(given)
-    assert auto[1].num_microbatches == given[1].num_microbatches
+    assert auto[1].plan.num_microbatches == given[1].plan.num_microbatches
 
 
 @pytest.mark.by_day("tokens", "token ids")

@@ -137,7 +137,7 @@ def test_a_resumed_run_is_that_of_one_lane(features: str, uninterrupted: Any, re
     other = losses(train(2, DYNAMIC, TO_LAST, "--exit-interval 1"))
     assert uninterrupted(words, 2)[0] != pytest.approx(other[0], rel=1e-7, abs=0.0), "the features change nothing"
     records = resumed(words, "--max-seqlen-per-dp-cp-rank 128 --max-dynamic-cp-size 1")
-    assert {size for record in records.values() for size in record.cp_histogram} == {1}
+    assert {size for record in records.values() for size in record.plan.cp_histogram} == {1}
 
 
 @pytest.mark.nightly
@@ -210,7 +210,7 @@ def test_losses_of_all_depths_go_on_with_another_layout(resumed: Any) -> None:
     words = f"{LATER} --pipeline-model-parallel-size 2 --max-seqlen-per-dp-cp-rank 128"
     records = resumed(words, base=LATER)
     record = next(iter(records.values()))
-    assert {size for record in records.values() for size in record.cp_histogram} == {1, 2}
+    assert {size for record in records.values() for size in record.plan.cp_histogram} == {1, 2}
     assert len(record.future_losses) == 2
     assert all(0.5 < loss / record.loss < 2 for loss in record.future_losses)
     line = iteration_line(Interval(records=(record,), world_size=2), iteration=1, train_iters=2, consumed_samples=3)

@@ -32,7 +32,7 @@ def dumped(request, tmp_path_factory):
     to_files = f"--dynamic-cp-dump {folder} --save-interval {SAVED} --save {folder / 'saved'}"
     records = train(4, TO_LAST, POOL, request.param, to_files)
     assert all(record.exchanged_bytes > 0 for record in records.values())
-    assert all(record.num_servers == 4 for record in records.values())
+    assert all(record.plan.num_servers == 4 for record in records.values())
     return request.param, folder, losses(records)
 
 
@@ -92,7 +92,7 @@ def test_other_layouts_learn_what_they_do_without_a_pool(num_ranks, words):
     without = train(
         num_ranks, TO_LAST, WITHOUT, "--max-seqlen-per-dp-cp-rank 192", words.replace("--no-dynamic-cp-ping-pong", "")
     )
-    assert all(record.num_servers > 0 for record in pooled.values())
+    assert all(record.plan.num_servers > 0 for record in pooled.values())
     if "dropout" in words:  # drawn in another order
         assert losses(pooled)[-1] < losses(pooled)[0]
     else:

@@ -153,7 +153,7 @@ def test_the_example_learns(tmp_path):
     assert len(records) == 12
     losses = [record.loss for record in records.values()]
     assert losses[-1] < 0.8 * losses[0]
-    assert {size for record in records.values() for size in record.cp_histogram} == {1, 2, 4}
+    assert {size for record in records.values() for size in record.plan.cp_histogram} == {1, 2, 4}
 
 
 @pytest.mark.nightly

@@ -61,16 +61,16 @@ def test_the_same_seed_gives_bit_equal_losses_and_records_count_real_tokens(unin
     assert other[0] != first[0]
     assert first[-1] < first[0]
     for record in records.values():
-        assert record.num_samples == 12
-        assert sum(record.cp_histogram.values()) > 0
-        assert record.num_tokens <= 12 * 128
-        assert 0 <= record.padding_fraction < 1
+        assert record.plan.num_samples == 12
+        assert sum(record.plan.cp_histogram.values()) > 0
+        assert record.plan.seqlen_sum <= 12 * 128
+        assert 0 <= record.plan.padding_fraction < 1
         assert record.flops > 0
-        assert record.predicted_s > 0
-        assert record.imbalance >= 1
+        assert record.plan.predicted_s > 0
+        assert record.plan.imbalance >= 1
     # Samples above 64 tokens need more than one lane, so lanes exchange keys and values.
-    assert {cp for record in records.values() for cp in record.cp_histogram} > {1}
-    assert all((record.exchanged_bytes > 0) == (max(record.cp_histogram) > 1) for record in records.values())
+    assert {cp for record in records.values() for cp in record.plan.cp_histogram} > {1}
+    assert all((record.exchanged_bytes > 0) == (max(record.plan.cp_histogram) > 1) for record in records.values())
 
 
 # ranks and words of the run that saves, and of the one that loads, tolerance
@@ -135,7 +135,7 @@ def test_placed_attention_on_three_lanes_does_not_change_the_losses(uninterrupte
     words = "--cp-comm-type blocks --dynamic-cp-verify full --dynamic-cp-refine 1"
     records = train(3, ON_TWO.replace("64", str(limit)), TO_LAST, words, SHARDED)
     assert losses(records) == pytest.approx(uninterrupted(ON_TWO, 2), rel=LAYOUT_TOLERANCE)
-    placed = [record for record in records.values() if 3 in record.cp_histogram]
+    placed = [record for record in records.values() if 3 in record.plan.cp_histogram]
     assert placed, "without placements the largest group of three lanes has two"
     assert all(record.exchanged_bytes > 0 for record in placed)
 
@@ -375,9 +375,9 @@ def test_a_run_that_grows_resumes_where_it_was(uninterrupted: Any, resumed: Any)
     """The planner is two steps ahead, and a replica draws the same samples: the ramp is a function of what was used."""
     words = f"{ON_TWO} {RAMP}"
     records = resumed(words, rel=0.0, abs=0.0)
-    assert [records[iteration].num_samples for iteration in sorted(records)] == [8, 12]
+    assert [records[iteration].plan.num_samples for iteration in sorted(records)] == [8, 12]
     static = train(2, words.replace("--dynamic-cp", "--context-parallel-size 2"), "--train-iters 4 --lr-decay-iters 8")
-    assert [static[iteration].num_samples for iteration in sorted(static)] == [4, 4, 8, 12]
+    assert [static[iteration].plan.num_samples for iteration in sorted(static)] == [4, 4, 8, 12]
     assert losses(static) == pytest.approx(uninterrupted(words, 2), rel=2e-5)
 
 

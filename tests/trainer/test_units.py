@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError
+from dynamic_cp.plans.lane_plan import PlanFacts
 from megatron.dynamic_cp.agreement import verify
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, for_chunk
 from megatron.trainer.ending import exits
@@ -49,13 +50,17 @@ def test_learning_rate_is_a_function_of_samples(monkeypatch):
 
 
 def _record(**changes) -> StepRecord:
+    of_plan = {
+        "digest": "", "policy": "dynamic", "num_microbatches": 4, "predicted_s": 0.4, "imbalance": 1.05, "reason": "",
+        "num_samples": 128, "seqlen_sum": 10_000, "seqlen_squared_sum": 0, "cp_histogram": {1: 10, 4: 1},
+        "padding_fraction": 0.012, "rank_token_multiple": 1, "planner_s": 0.003,
+    }  # fmt: skip
+    of_plan |= {name: changes.pop(name) for name in PlanFacts.__dataclass_fields__.keys() & changes.keys()}
     values = {
-        "loss": 5.0, "grad_norm": 1.25, "learning_rate": 1e-3, "elapsed_s": 0.5, "predicted_s": 0.4,
-        "planner_s": 0.003, "wait_s": 0.0004, "num_samples": 128, "num_tokens": 10_000, "flops": 4e12,
-        "num_microbatches": 4, "cp_histogram": {1: 10, 4: 1}, "padding_fraction": 0.012, "imbalance": 1.05,
+        "loss": 5.0, "grad_norm": 1.25, "learning_rate": 1e-3, "elapsed_s": 0.5, "wait_s": 0.0004, "flops": 4e12,
         "exchanged_bytes": 2_000_000,
     }  # fmt: skip
-    return StepRecord(**{**values, **changes})
+    return StepRecord(plan=PlanFacts(**of_plan), **{**values, **changes})
 
 
 def test_iteration_line_is_read_by_megatron_parsers():
@@ -250,7 +255,7 @@ def test_a_chunk_holds_no_micro_batch_that_it_has_handed_out() -> None:
 
 
 SUMMED = {
-    "num_tokens": 900, "planner_s": 0.01, "wait_s": 0.005, "cp_histogram": {1: 3, 2: 1}, "padding_fraction": 0.1,
+    "seqlen_sum": 900, "planner_s": 0.01, "wait_s": 0.005, "cp_histogram": {1: 3, 2: 1}, "padding_fraction": 0.1,
     "exchanged_bytes": 500_000,
 }  # fmt: skip
 
@@ -277,6 +282,6 @@ def test_what_other_processes_took_is_a_mean_over_time():
 
 def test_fallbacks_are_counted():
     summary = RunSummary()
-    summary.add(_record(is_fallback=True))
+    summary.add(_record(fallback="it failed"))
     assert "1 iterations ran the static plan" in summary.describe()
     assert "per iteration" not in summary.describe()

@@ -287,7 +287,7 @@ def test_training_goes_on_from_the_weights_and_its_checkpoint_goes_back(layout, 
     assert sorted(found) == [1, 2, 3], "a new run"
     before, _, after = losses(found)
     assert before == pytest.approx(loss_of(loaded(folder_of(name)), words, 0, padding_rows), abs=TOLERANCE)
-    sizes = {size for record in found.values() for size in record.cp_histogram}
+    sizes = {size for record in found.values() for size in record.plan.cp_histogram}
     assert sizes == {"4 lanes": {1, 2, 4}, "2 lanes": {1, 2}}.get(layout[:7], {1})
     said = export_weights(str(tmp_path / "iter_0000002"), str(tmp_path / "back"))
     assert f"{VOCAB_SIZE} token ids" in said[-1]
@@ -883,7 +883,7 @@ def test_the_example_fine_tunes_and_goes_back(example, monkeypatch, capfd):
             flags = flags.replace("FLAGS OF THE MODEL", flags_of(run_dir / "imported"))
             shorter = "--train-iters 6 --lr-warmup-iters 0 --lr-decay-iters 30 --num-workers 1 --eval-iters 0"
             found = train(num_ranks, flags, shorter, "")
-            assert {size for record in found.values() for size in record.cp_histogram} == {1, 2, 4}
+            assert {size for record in found.values() for size in record.plan.cp_histogram} == {1, 2, 4}
         elif words[0] == "-m":
             assert words[1] == "dynamic_cp.decide.cli"
             assert cli.main(words[2:]) == 0

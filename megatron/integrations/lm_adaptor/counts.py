@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 
-from dynamic_cp.plans.lane_plan import PlanFacts
 from dynamic_cp.plans.serialize import format_cp_sizes
 from megatron.dynamic_cp.model.experts import routers
 from megatron.dynamic_cp.step.schedule import Routing
@@ -111,25 +110,26 @@ def _tell(name: str, value: torch.Tensor, layer_number: int, num_layers: int) ->
         save_to_aux_losses_tracker(name, value, layer_number, num_layers)
 
 
-def plan_line(record: StepRecord, facts: PlanFacts) -> str:
+def plan_line(record: StepRecord) -> str:
     """Return one line about a step and its plan, in the form of Megatron-LM's log."""
+    plan = record.plan
     fields = [
         " dynamic CP",
-        f"micro-batches: {record.num_microbatches}",
-        f"samples: {record.num_samples}",
-        f"tokens: {record.num_tokens}",
-        f"buckets: {format_cp_sizes(record.cp_histogram)}",
-        f"padding: {100 * record.padding_fraction:.1f}%",
-        f"imbalance: {record.imbalance:.3f}",
+        f"micro-batches: {plan.num_microbatches}",
+        f"samples: {plan.num_samples}",
+        f"tokens: {plan.seqlen_sum}",
+        f"buckets: {format_cp_sizes(plan.cp_histogram)}",
+        f"padding: {100 * plan.padding_fraction:.1f}%",
+        f"imbalance: {plan.imbalance:.3f}",
         *([] if record.routing is None else [f"imbalance of experts: {record.routing.mean('imbalance'):.3f}"]),
         f"exchanged (MB): {record.exchanged_bytes / 1e6:.2f}",
-        f"predicted (ms): {1000 * record.predicted_s:.1f}",
-        f"measured/predicted: {record.elapsed_s / record.predicted_s:.3f}",
-        f"planner (ms): {1000 * record.planner_s:.1f}",
+        f"predicted (ms): {1000 * plan.predicted_s:.1f}",
+        f"measured/predicted: {record.elapsed_s / plan.predicted_s:.3f}",
+        f"planner (ms): {1000 * plan.planner_s:.1f}",
         f"before the first micro-batch (ms): {1000 * record.wait_s:.1f}",
     ]
-    if facts.fallback is not None:
-        fields.append(f"static plan: {facts.fallback}")
+    if plan.fallback is not None:
+        fields.append(f"static plan: {plan.fallback}")
     return " | ".join(fields) + " |"
 
 

@@ -420,11 +420,12 @@ def training_log(adaptor: Adaptor, original: Any, *args: Any, **kwargs: Any) -> 
         grad_norm=given["grad_norm"],
         elapsed_s=adaptor.elapsed_s,
     )
+    counts = importlib.import_module("megatron.integrations.lm_adaptor.counts")
     if iteration % settings.log_interval == 0:
-        importlib.import_module("megatron.training.utils").print_rank_last(session.describe_step(record))
+        importlib.import_module("megatron.training.utils").print_rank_last(counts.plan_line(record))
         session.flops.start_interval()
     if iteration % settings.tensorboard_log_interval == 0:
-        importlib.import_module("megatron.integrations.lm_adaptor.counts").write_scalars(record, iteration)
+        counts.write_scalars(record, iteration)
     return outcome
 
 

@@ -28,13 +28,13 @@ from megatron.dynamic_cp.flags.shape import layer_needs
 from megatron.dynamic_cp.step.schedule import Routing, run_schedule, sum_over_routers
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper, wrap_data_iterator
 from megatron.integrations.foreign.rerouting import in_phase
-from megatron.integrations.lm_adaptor.counts import StepFlops, plan_line, tell_tracker
+from megatron.integrations.lm_adaptor.counts import StepFlops, tell_tracker
 from megatron.integrations.lm_adaptor.data import LaneIterator
 from megatron.integrations.lm_adaptor.flags import Planned, model_shape, with_heads
 from megatron.trainer.checkpoints.interchange import COEFFICIENTS
 from megatron.trainer.checkpoints.state import Position
 from megatron.trainer.loop.refining import Refining
-from megatron.trainer.reporting.log import StepRecord, dump_entry, of_plan
+from megatron.trainer.reporting.log import StepRecord, dump_entry
 from megatron.trainer.setup import layers
 from megatron.trainer.setup.planned_runtime import PlannedRuntime, first_hardware
 
@@ -225,7 +225,7 @@ class Session:
             loss, exchanged_bytes = sums.tolist()
         stats = wrapper.stats
         record = StepRecord(
-            **of_plan(wrapper.plan.facts),
+            plan=wrapper.plan.facts,
             loss=loss,
             grad_norm=0.0 if grad_norm is None else float(grad_norm),
             learning_rate=0.0 if learning_rate is None else float(learning_rate),
@@ -249,12 +249,6 @@ class Session:
         setattr(self._theirs, COEFFICIENTS, self.position.coefficients)
         if self._theirs.hidden_dropout > 0 and not self._theirs.no_load_rng:
             choose_lane(checkpoint, self.runtime.groups.lane, self.runtime.groups.num_lanes)
-
-    def describe_step(self, record: StepRecord) -> str:
-        """Return one line about the plan of the latest step."""
-        plan = self._wrappers[TRAIN].plan
-        assert plan is not None
-        return plan_line(record, plan.facts)
 
     def close(self) -> None:
         """End the planner and the threads that fetch plans."""

@@ -39,7 +39,6 @@ from megatron.trainer.reporting.log import (
     StepRecord,
     dump_entry,
     iteration_line,
-    of_plan,
     validation_line,
 )
 from megatron.trainer.reporting.profiling import Profiling
@@ -206,7 +205,7 @@ class Loop:
                 phase.enter(f"iteration {position.iteration + 1}, naming the previous checkpoint")
                 saver.finish()
             position.iteration += 1
-            position.consumed_samples += record.num_samples
+            position.consumed_samples += record.plan.num_samples
             if position.iteration == first:
                 logger.info("first plan: %s", self.wrapper.plan.facts.reason)
             records.append(record)
@@ -275,7 +274,7 @@ class Loop:
         run.scheduler.step(increment=len(samples))
         waits = wrapper.waits
         record = StepRecord(
-            **of_plan(wrapper.plan.facts),
+            plan=wrapper.plan.facts,
             loss=sums.loss,
             future_losses=sums.future_losses,
             grad_norm=float(grad_norm),

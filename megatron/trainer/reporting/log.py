@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import exp
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,82 +28,51 @@ class StepRecord:
 
     Attributes:
         loss: mean over the unmasked tokens of the global batch.
-        elapsed_s, predicted_s: wall time, and that of the cost model.
-        planner_s: of rank 0's planner, which ran beside earlier steps.
+        elapsed_s: wall time.
         wait_s: part of elapsed_s in which rank 0 waited for the plan and for packed samples.
-        num_samples, num_tokens: of the global batch, without padding.
         flops: of the whole job, from true lengths.
-        cp_histogram: CP size -> number of non-empty buckets.
-        padding_fraction: share of padding in all computed tokens.
-        imbalance: max / mean of the lanes' predicted busy seconds.
         exchanged_bytes: sent for attention by all ranks.
-        num_servers: as in `PlanFacts`.
-        is_fallback: the planner failed and the static plan was run.
         routing: of tokens to experts; None for a dense model.
         future_losses: one per depth of multi-token prediction, as `loss`.
         peak_bytes: highest allocation of torch on this rank so far; None on the CPU.
         share_of_others: share of the cores that other processes took; None if unknown (GPUs).
     """
 
+    plan: PlanFacts
     loss: float
     grad_norm: float
     learning_rate: float
     elapsed_s: float
-    predicted_s: float
-    planner_s: float
     wait_s: float
-    num_samples: int
-    num_tokens: int
     flops: float
-    num_microbatches: int
-    cp_histogram: Mapping[int, int]
-    padding_fraction: float
-    imbalance: float
     exchanged_bytes: int
-    num_servers: int = 0
-    is_fallback: bool = False
     share_of_others: float | None = None
     routing: Routing | None = None
     future_losses: tuple[float, ...] = ()
     peak_bytes: int | None = None
 
 
-def of_plan(facts: PlanFacts) -> dict[str, Any]:
-    """Return the fields of a step's record that its plan gives, field -> value."""
-    return {
-        "predicted_s": facts.predicted_s,
-        "planner_s": facts.planner_s,
-        "num_samples": facts.num_samples,
-        "num_tokens": facts.seqlen_sum,
-        "num_microbatches": facts.num_microbatches,
-        "cp_histogram": facts.cp_histogram,
-        "padding_fraction": facts.padding_fraction,
-        "imbalance": facts.imbalance,
-        "num_servers": facts.num_servers,
-        "is_fallback": facts.fallback is not None,
-    }
-
-
 def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:
     """Return an iteration's entry in the dump: the fields of `dynamic_cp.decide.report.run.RunRecord` and some more."""
+    plan = record.plan
     return {
         "iteration": iteration,
-        "predicted_s": record.predicted_s,
+        "predicted_s": plan.predicted_s,
         "measured_s": record.elapsed_s,
         "loss": record.loss,
-        "num_microbatches": record.num_microbatches,
-        "cp_histogram": dict(record.cp_histogram),
-        "padding": record.padding_fraction,
-        "imbalance": record.imbalance,
-        "planner_s": record.planner_s,
+        "num_microbatches": plan.num_microbatches,
+        "cp_histogram": dict(plan.cp_histogram),
+        "padding": plan.padding_fraction,
+        "imbalance": plan.imbalance,
+        "planner_s": plan.planner_s,
         "exposed_s": record.wait_s,
-        "tokens": record.num_tokens,
-        "samples": record.num_samples,
+        "tokens": plan.seqlen_sum,
+        "samples": plan.num_samples,
         "grad_norm": record.grad_norm,
         "learning_rate": record.learning_rate,
         "exchanged_bytes": record.exchanged_bytes,
-        "is_fallback": record.is_fallback,
-        **({"num_servers": record.num_servers} if record.num_servers else {}),
+        "is_fallback": plan.fallback is not None,
+        **({"num_servers": plan.num_servers} if plan.num_servers else {}),
         **({"future_losses": list(record.future_losses)} if record.future_losses else {}),
         **{name: value for name in ("peak_bytes", "share_of_others") if (value := getattr(record, name)) is not None},
     }
@@ -116,7 +86,8 @@ class Interval:
     world_size: int
 
     def mean(self, name: str) -> float:
-        return sum(getattr(record, name) for record in self.records) / len(self.records)
+        """Return the mean of a field of records, or of their plans (`plan.imbalance`)."""
+        return sum(map(attrgetter(name), self.records)) / len(self.records)
 
     def routing_mean(self, name: str) -> float:
         """Return the mean of a field of LayerRouting over iterations and layers; 0.0 for a dense model."""
@@ -138,7 +109,7 @@ class Interval:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.mean("num_tokens") / self.mean("elapsed_s")
+        return self.mean("plan.seqlen_sum") / self.mean("elapsed_s")
 
     @property
     def tflops_per_s_per_rank(self) -> float:
@@ -150,30 +121,30 @@ def iteration_line(interval: Interval, *, iteration: int, train_iters: int, cons
     last = interval.records[-1]
     histogram: Counter[int] = Counter()
     for record in interval.records:
-        histogram.update(record.cp_histogram)
-    num_pooled = sum(record.num_servers > 0 for record in interval.records)
+        histogram.update(record.plan.cp_histogram)
+    num_pooled = sum(record.plan.num_servers > 0 for record in interval.records)
     fields = [
         f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {iteration:8d}/{train_iters:8d}",
         f"consumed samples: {consumed_samples:12d}",
         f"elapsed time per iteration (ms): {1e3 * interval.mean('elapsed_s'):.1f}",
         f"throughput per GPU (TFLOP/s/GPU): {interval.tflops_per_s_per_rank:.4f}",
         f"learning rate: {last.learning_rate:.6E}",
-        f"global batch size: {last.num_samples:5d}",
+        f"global batch size: {last.plan.num_samples:5d}",
         f"lm loss: {interval.mean('loss'):.6E}",
         *(f"{name}: {value:.6E}" for name, value in interval.router_losses.items()),
         *(f"{name}: {loss:.6E}" for name, loss in interval.future_losses.items()),
         f"grad norm: {last.grad_norm:.3f}",
-        f"num_microbatches: {last.num_microbatches}",
+        f"num_microbatches: {last.plan.num_microbatches}",
         format_cp_sizes(histogram),
         *([f"in a pool: {num_pooled} of {len(interval.records)}"] if num_pooled else []),
-        f"tokens: {interval.mean('num_tokens'):.0f}",
-        f"padding: {100 * interval.mean('padding_fraction'):.1f}%",
-        f"predicted time (ms): {1e3 * interval.mean('predicted_s'):.1f}",
-        f"measured/predicted: {interval.mean('elapsed_s') / interval.mean('predicted_s'):.3f}",
+        f"tokens: {interval.mean('plan.seqlen_sum'):.0f}",
+        f"padding: {100 * interval.mean('plan.padding_fraction'):.1f}%",
+        f"predicted time (ms): {1e3 * interval.mean('plan.predicted_s'):.1f}",
+        f"measured/predicted: {interval.mean('elapsed_s') / interval.mean('plan.predicted_s'):.3f}",
         *([] if last.share_of_others is None else [f"other processes: {interval.mean('share_of_others'):.1%}"]),
-        f"planner (ms): {1e3 * interval.mean('planner_s'):.1f}",
+        f"planner (ms): {1e3 * interval.mean('plan.planner_s'):.1f}",
         f"waited for it (ms): {1e3 * interval.mean('wait_s'):.1f}",
-        f"imbalance: {interval.mean('imbalance'):.3f}",
+        f"imbalance: {interval.mean('plan.imbalance'):.3f}",
         *([] if last.routing is None else [f"imbalance of experts: {interval.routing_mean('imbalance'):.3f}"]),
         f"exchanged: {interval.mean('exchanged_bytes') / 1e6:.2f} MB",
         f"tokens/s: {interval.tokens_per_s:.0f}",
@@ -210,13 +181,13 @@ def plan_scalars(interval: Interval) -> dict[str, float]:
     of_experts = {"dynamic-cp/imbalance-of-experts": interval.routing_mean("imbalance")}
     return {
         **(of_experts if interval.records[-1].routing else {}),
-        "dynamic-cp/num-microbatches": interval.records[-1].num_microbatches,
+        "dynamic-cp/num-microbatches": interval.records[-1].plan.num_microbatches,
         "dynamic-cp/tokens-per-second": interval.tokens_per_s,
-        "dynamic-cp/padding": interval.mean("padding_fraction"),
-        "dynamic-cp/predicted-time": interval.mean("predicted_s"),
-        "dynamic-cp/planner-time": interval.mean("planner_s"),
+        "dynamic-cp/padding": interval.mean("plan.padding_fraction"),
+        "dynamic-cp/predicted-time": interval.mean("plan.predicted_s"),
+        "dynamic-cp/planner-time": interval.mean("plan.planner_s"),
         "dynamic-cp/wait-time": interval.mean("wait_s"),
-        "dynamic-cp/imbalance": interval.mean("imbalance"),
+        "dynamic-cp/imbalance": interval.mean("plan.imbalance"),
         "dynamic-cp/exchanged-bytes": interval.mean("exchanged_bytes"),
     }
 
@@ -249,7 +220,7 @@ class Scalars:
                 **interval.future_losses,
                 "grad-norm": last.grad_norm,
                 "learning-rate": last.learning_rate,
-                "batch-size": last.num_samples,
+                "batch-size": last.plan.num_samples,
                 "iteration-time": interval.mean("elapsed_s"),
                 "throughput": interval.tflops_per_s_per_rank,
                 **interval.router_losses,
@@ -309,18 +280,18 @@ class RunSummary:
 
     def add(self, record: StepRecord) -> None:
         self.num_iterations += 1
-        self.num_tokens += record.num_tokens
-        self.num_fallbacks += record.is_fallback
+        self.num_tokens += record.plan.seqlen_sum
+        self.num_fallbacks += record.plan.fallback is not None
         self.exchanged_bytes += record.exchanged_bytes
-        self.computed_tokens += record.num_tokens / (1 - record.padding_fraction)
-        self.buckets_of_cp_size.update(record.cp_histogram)
+        self.computed_tokens += record.plan.seqlen_sum / (1 - record.plan.padding_fraction)
+        self.buckets_of_cp_size.update(record.plan.cp_histogram)
         if self.num_iterations == 1:
             return
         self.num_timed += 1
-        self.timed_tokens += record.num_tokens
+        self.timed_tokens += record.plan.seqlen_sum
         self.elapsed_s += record.elapsed_s
-        self.predicted_s += record.predicted_s
-        self.planner_s += record.planner_s
+        self.predicted_s += record.plan.predicted_s
+        self.planner_s += record.plan.planner_s
         self.wait_s += record.wait_s
         if record.share_of_others is not None:
             self.taken_s = (self.taken_s or 0.0) + record.share_of_others * record.elapsed_s

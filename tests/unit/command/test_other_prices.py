@@ -124,7 +124,8 @@ def test_what_is_open_comes_with_what_would_settle_it() -> None:
     assert attention.command[0] == "dynamic-cp profile"
     for way in (links, attention):
         assert way.command[-2:] == (
-            f"--model llama-3-8b --tp {shipped.problem.topology.tp_size}", "--hardware h100-local --output measured.json"
+            f"--model llama-3-8b --tp {shipped.problem.topology.tp_size}",
+            "--hardware h100-local --output measured.json",
         )  # fmt: skip
     assert [way.what.partition(":")[0] for way in questions] == ["TP collectives", "TP collectives", "gradients"]
     ours, theirs = shipped.policy("dynamic"), shipped.policy(turned.baseline)
