@@ -13,9 +13,9 @@ file of hardware), `first_day` (of a node).
 Rooms that hand nothing on, with files in the order to read them:
 
 config_json: the config.json of a model, of transformers or diffusers: read as a `ModelShape` and an `Architecture`, and
-    written. Files: `entries` (of a config.json), `families` (of transformers, as rows), `rotation` (RoPE and experts),
-    `hybrids` (layers of one with linear attention), `hugging_face` (all of transformers), `diffusers`, `written` (the
-    way back, by the same rows).
+    written. Files: `architecture` (a model beyond its shape, and both as flags), `entries` (of a config.json),
+    `families` (of transformers, as rows), `rotation` (RoPE and experts), `hybrids` (layers of one with linear
+    attention), `hugging_face` (all of transformers), `diffusers`, `written` (the way back, by the same rows).
 
 first_day: `dynamic-cp first-day`, what a node's first hour shows, each part in processes of its own. Files: `day` (the
     job, its parts with their commands and files, and which are still to be run), `page` (predicted beside measured),

@@ -13,14 +13,13 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, did_you_mean
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
-from dynamic_cp.models.architecture import Architecture, architecture_of_file
 from dynamic_cp.models.flags import MEANINGS
 from dynamic_cp.models.hardware_numbers import KIND_OF, checked_number, parse_number, with_settings
 from dynamic_cp.types import Experts, Hardware, LinearAttention, ModelShape
 
 logger = logging.getLogger(__name__)
-_ARCHITECTURE = "architecture"
-"""Entry of a model file that is not priced."""
+ARCHITECTURE = "architecture"
+"""Entry of a model file that is not priced; `decide.config_json.hugging_face.load_architecture` reads it."""
 _MOST_SHOWN = 4
 _DATA = Path(__file__).parents[1] / "data"
 
@@ -52,11 +51,11 @@ def load_hardware(name_or_path: str | Path, settings: Sequence[str] = ()) -> Har
 
 def _hardware(name_or_path: str | Path, above: tuple[Path, ...]) -> Hardware:
     """Return a hardware; `above` are the files that have it as their base."""
-    where, data = _read("hardware", name_or_path)
+    where, data = read("hardware", name_or_path)
     values: dict[str, float] = {}
     source: dict[str, str] = {}
     if "base" in data:
-        name, path = _typed(where, data, "base", str), Path(name_or_path)
+        name, path = typed(where, data, "base", str), Path(name_or_path)
         named = [*above, path.resolve()]
         base = name if name in hardware_names() else str(path.parent / name) if _is_path(name) else name
         if _is_path(base) and Path(base).resolve() in named:
@@ -75,7 +74,7 @@ def _hardware(name_or_path: str | Path, above: tuple[Path, ...]) -> Hardware:
     for number in KIND_OF:
         if number in data:
             values[number], source[number] = _number_and_source(where, number, data[number])
-    name = _typed(where, data, "name", str) if "name" in data else Path(name_or_path).stem
+    name = typed(where, data, "name", str) if "name" in data else Path(name_or_path).stem
     return Hardware(name=name, source=source, **values)
 
 
@@ -120,20 +119,20 @@ def load_model(name_or_path: str | Path) -> ModelShape:
         InvalidInputError: unknown name, unreadable file, or an entry that is missing or of the wrong type.
         UnsupportedFeatureError: a model_type or a class that is not known.
     """
-    return model_from_dict(*_read("models", name_or_path))
+    return model_from_dict(*read("models", name_or_path))
 
 
 def model_from_dict(where: str, data: Mapping[str, Any]) -> ModelShape:
     """Return the model of the object that such a file holds. `where`: what to call it in errors. Raises DynamicCPError:
     as `load_model`."""
-    if library := _library_of(data):
-        shape: ModelShape = _reader(library).model_shape(where, data)
+    if library := library_of(data):  # its reader is no part of the core: asked for by name
+        shape: ModelShape = import_module(f"dynamic_cp.decide.config_json.{library}").model_shape(where, data)
         return shape
-    priced = {name: value for name, value in data.items() if name != _ARCHITECTURE}
+    priced = {name: value for name, value in data.items() if name != ARCHITECTURE}
     _check_keys(where, priced, _needed(ModelShape), ModelShape)
     kinds = {"int": int, "bool": bool, "str": str, "Experts | None": dict, "LinearAttention | None": dict}
     values = {
-        field.name: _typed(where, data, field.name, kinds.get(str(field.type)) or _kind_of_pattern(data[field.name]))
+        field.name: typed(where, data, field.name, kinds.get(str(field.type)) or _kind_of_pattern(data[field.name]))
         for field in fields(ModelShape)
         if field.name in data
     }
@@ -146,27 +145,11 @@ def model_from_dict(where: str, data: Mapping[str, Any]) -> ModelShape:
         raise InvalidInputError(f"{where}: {error}", **error.details) from error
 
 
-def load_architecture(name_or_path: str | Path) -> Architecture | None:
-    """Return what the model of `load_model` is beyond what is priced; None where its file does not say. Raises
-    InvalidInputError: as `load_model`, or an `architecture` with an entry that is missing or of the wrong type."""
-    where, data = _read("models", name_or_path)
-    if _library_of(data) == "hugging_face":
-        found: Architecture = _reader("hugging_face").architecture(where, data)
-        return found
-    if _ARCHITECTURE not in data:
-        return None
-    return architecture_of_file(where, _typed(where, data, _ARCHITECTURE, dict))
-
-
-def _library_of(data: Mapping[str, Any]) -> str:
+def library_of(data: Mapping[str, Any]) -> str:
     """Return whose config.json `data` is; "": it is a file of this project."""
     if "_class_name" in data:
         return "diffusers"
     return "hugging_face" if "model_type" in data or "num_hidden_layers" in data else ""
-
-
-def _reader(library: str) -> Any:
-    return import_module(f"dynamic_cp.decide.config_json.{library}")  # no part of the core: asked for by name
 
 
 def _needed(value_type: type) -> list[str]:
@@ -177,7 +160,7 @@ def _names(kind: str) -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in (_DATA / kind).glob("*.json")))
 
 
-def _read(kind: str, name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
+def read(kind: str, name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
     """Return (what to call the file in errors, its JSON object)."""
     name, names = str(name_or_path), _names(kind)
     if name in names:
@@ -235,7 +218,7 @@ def _kind_of_pattern(value: object) -> type:
     return list if isinstance(value, list) else int
 
 
-def _typed(where: str, data: Mapping[str, Any], name: str, kind: type) -> Any:
+def typed(where: str, data: Mapping[str, Any], name: str, kind: type) -> Any:
     value = data[name]
     if not is_kind(value, kind):
         raise InvalidInputError(f"{where}: {name} is {value_in_words(value)}, {in_words(kind)} is needed")

@@ -15,6 +15,7 @@ import pytest
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli.parameters import SweepInput
 from dynamic_cp.decide.cli.starting import Starter
+from dynamic_cp.decide.config_json import hugging_face
 from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.sweep import Point, Space, Sweep, SweepJob, layouts_of, settings_of
 from dynamic_cp.decide.sweep.job_files import RUN, beside
@@ -114,8 +115,8 @@ def test_lines_and_files_start_what_was_priced(
     settings = list(settings_that_fit(space, job))
     assert {one.policy for one in settings} == {"dynamic", "balanced"}
     about: dict[str, Any] = {
-        "job": job, "run": run, "architecture": catalog.load_architecture(model), "command": "dynamic-cp sweep ...",
-        "shared": ["dynamic-cp simulate"], "resume": None,
+        "job": job, "run": run, "architecture": hugging_face.load_architecture(model),
+        "command": "dynamic-cp sweep ...", "shared": ["dynamic-cp simulate"], "resume": None,
     }  # fmt: skip
     pairs = [{one.policy: one for one in settings[i : i + 2]} for i in range(0, len(settings), 2)]
     for number, pair in enumerate(pairs):

@@ -27,9 +27,9 @@ from dynamic_cp import load_hardware, load_model
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli.app import COMMANDS, TRAINING_COMMANDS
 from dynamic_cp.decide.cli.app import group as cli_group
+from dynamic_cp.decide.config_json.hugging_face import load_architecture
 from dynamic_cp.decide.first_day.command import command as first_day
 from dynamic_cp.decide.sweep.flags import model_flags
-from dynamic_cp.models.catalog import load_architecture
 from megatron.decide.calibration.command import command as profile
 from megatron.dynamic_cp.flags.exclusions import EXCLUSIONS
 from megatron.dynamic_cp.flags.shape import model_shape

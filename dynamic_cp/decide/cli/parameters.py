@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from dynamic_cp.decide.cli.options import Names, Numbers, TokensOrAuto, option, options_in, options_of, taken
+from dynamic_cp.decide.config_json import hugging_face
+from dynamic_cp.decide.config_json.architecture import as_flags
 from dynamic_cp.decide.mask_rules import masks_by_rule
 from dynamic_cp.decide.setting import (
     EXCHANGES,
@@ -26,7 +28,6 @@ from dynamic_cp.decide.setting import (
 from dynamic_cp.decide.stage_splits import in_stages, why_no_split
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
-from dynamic_cp.models.architecture import as_flags
 from dynamic_cp.models.catalog import hardware_of_layers, is_of_local_layers
 from dynamic_cp.models.flags import FP8_ALIGNMENTS, FP8_BLOCK, FP8_FORMATS, FP8_RECIPES
 from dynamic_cp.types import (
@@ -832,7 +833,7 @@ def why_local(model: str, hardware: str) -> str | None:
     """Return why a model, by name or file, trains with local layers; None: it trains with TransformerEngine's."""
     if is_of_local_layers(hardware):
         return f"hardware {hardware}"
-    return catalog.why_local(as_flags(catalog.load_model(model), catalog.load_architecture(model)))
+    return catalog.why_local(as_flags(catalog.load_model(model), hugging_face.load_architecture(model)))
 
 
 def trained_hardware(model: str, hardware: str) -> str:

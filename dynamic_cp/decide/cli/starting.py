@@ -19,7 +19,7 @@ from dynamic_cp.models import catalog
 from dynamic_cp.types import EVERY_LAYER, STATIC_POLICIES, ModelShape
 
 if TYPE_CHECKING:
-    from dynamic_cp.models.architecture import Architecture
+    from dynamic_cp.decide.config_json.architecture import Architecture
 
 _LINE = 92
 _HARDWARE = "hardware.json"

@@ -23,9 +23,9 @@ from dynamic_cp.decide.cli.options import (
 from dynamic_cp.decide.cli.parameters import PRECISION_AND_EXPERTS, STATE, BatchInput, SweepInput, batch_options
 from dynamic_cp.decide.cli.simulate import policies_in, searched
 from dynamic_cp.decide.cli.tables import Progress, console, progress
+from dynamic_cp.decide.config_json import hugging_face
 from dynamic_cp.decide.files import STDOUT, check_apart, check_writable, write_json
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.models import catalog
 
 if TYPE_CHECKING:
     from dynamic_cp.decide.cli.starting import Starter
@@ -94,7 +94,7 @@ def command(output: str | None, json: str | None, resume: str | None, **given: A
         raise InvalidInputError(f"--jobs is {given['jobs']}, at least 1 is needed: change it")
     policies = policies_in(given["policy"])
     batch, run = taken(given, BatchInput), SweepInput.of(given)
-    architecture = catalog.load_architecture(run.model)
+    architecture = hugging_face.load_architecture(run.model)
     run.check_memory_is_known()
     with ExitStack() as at_end, progress("sweeping") as steps:
         steps(0, 1, "lengths")

@@ -1,12 +1,14 @@
-"""The shape and the architecture of a model from a Hugging Face config.json."""
+"""The shape and the architecture of a model from a Hugging Face config.json; the latter also by name or file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from dynamic_cp.decide.config_json import hybrids
+from dynamic_cp.decide.config_json.architecture import Architecture, architecture_of, architecture_of_file
 from dynamic_cp.decide.config_json.entries import SIZES, Entries, in_one_number, named
 from dynamic_cp.decide.config_json.families import (
     FAMILIES,
@@ -22,7 +24,7 @@ from dynamic_cp.decide.config_json.families import (
 )
 from dynamic_cp.decide.config_json.rotation import experts_of, has_experts, rotation, routing
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models.architecture import Architecture, architecture_of
+from dynamic_cp.models import catalog
 from dynamic_cp.types import ModelShape
 
 MODEL_TYPES = tuple(FAMILIES)
@@ -283,6 +285,17 @@ def _not_imported(config: Entries, family: Family) -> tuple[str, ...]:
         return (why,) if family.differs else ()
     quantized = config.get("quantization_config")
     return (f"quantization_config {quantized!r}: weights are quantized, save the model in bfloat16",) * bool(quantized)
+
+
+def load_architecture(name_or_path: str | Path) -> Architecture | None:
+    """Return what the model of `load_model` is beyond what is priced; None where its file does not say. Raises
+    InvalidInputError: as `load_model`, or an `architecture` with an entry that is missing or of the wrong type."""
+    where, data = catalog.read("models", name_or_path)
+    if catalog.library_of(data) == "hugging_face":
+        return architecture(where, data)
+    if catalog.ARCHITECTURE not in data:
+        return None
+    return architecture_of_file(where, catalog.typed(where, data, catalog.ARCHITECTURE, dict))
 
 
 def _differs(

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dynamic_cp.decide.config_json.architecture import Architecture
 from dynamic_cp.decide.config_json.entries import SIZES, Entries
 from dynamic_cp.decide.config_json.families import SLIDING, WHOLE, Family
-from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.flags import MEANINGS
 from dynamic_cp.types import Experts
 

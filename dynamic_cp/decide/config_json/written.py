@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dynamic_cp.decide.config_json import hugging_face, rotation
+from dynamic_cp.decide.config_json.architecture import Architecture
 from dynamic_cp.decide.config_json.entries import SIZES
 from dynamic_cp.decide.config_json.families import (
     FACTORS,
@@ -19,7 +20,6 @@ from dynamic_cp.decide.config_json.families import (
     Family,
 )
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import Experts, ModelShape
 
 _NO_PART = ("source",)

@@ -17,12 +17,13 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
+from dynamic_cp.decide.config_json.hugging_face import load_architecture
 from dynamic_cp.decide.files import write_json
 from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.sweep.flags import launch_flags
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.models.catalog import load_architecture, load_hardware, load_model
+from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.types import CP_COMM_TYPES, ModelShape, Problem, Topology
 
 _SHORTEST, _MEAN_OF_LONGEST, _SIGMA = 32, 1 / 16, 1.3

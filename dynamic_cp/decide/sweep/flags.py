@@ -9,10 +9,10 @@ from math import lcm
 from typing import Any
 
 from dynamic_cp.decide.comparison.settle import torchrun
+from dynamic_cp.decide.config_json.architecture import Architecture, as_flags
 from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.stage_splits import flags_of
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.models.architecture import Architecture, as_flags
 from dynamic_cp.models.flags import MEANINGS, Meaning
 from dynamic_cp.models.table import flag_of
 from dynamic_cp.types import (

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dynamic_cp.decide.config_json.architecture import Architecture, architecture_of
 from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
-from dynamic_cp.models.architecture import Architecture, architecture_of
 from dynamic_cp.models.flags import MEANINGS
 from dynamic_cp.types import Adapters, ModelShape
 from megatron.dynamic_cp.flags.attention import unrotated_layers

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dynamic_cp.decide.cli.tables import Progress, say_nothing
 from dynamic_cp.decide.config_json import hugging_face, written
+from dynamic_cp.decide.config_json.architecture import Architecture
 from dynamic_cp.errors import CheckpointError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import Adapters, ModelShape, counted
 from megatron.integrations.weights import adapters, names, output
 from megatron.integrations.weights.adapters import MergedTensors

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from dynamic_cp.decide.cli.tables import Progress, say_nothing
 from dynamic_cp.decide.config_json import hugging_face
+from dynamic_cp.decide.config_json.architecture import Architecture
 from dynamic_cp.decide.config_json.entries import Entries
 from dynamic_cp.decide.config_json.families import FAMILIES, MODULES
 from dynamic_cp.decide.sweep.flags import model_flags
 from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
-from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape, counted
 from megatron.integrations.weights import checkpoint_tensors, names, output
 from megatron.integrations.weights.fused import join, joined_dtype

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 
+from dynamic_cp.decide.config_json.architecture import Architecture
 from dynamic_cp.decide.config_json.families import FAMILIES as ENTRIES
 from dynamic_cp.decide.config_json.families import SAME_AS, Family
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape
 from dynamic_cp.types.linear_layers import EXPERTS, MLP
 from megatron.integrations.weights import hybrid_names

@@ -21,14 +21,15 @@ import pytest
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli.parameters import exchanges_tried, trained_hardware
 from dynamic_cp.decide.cli.parameters import load_model as load_as_trained
+from dynamic_cp.decide.config_json.architecture import as_flags
+from dynamic_cp.decide.config_json.hugging_face import load_architecture
 from dynamic_cp.decide.setting import EXCHANGES
 from dynamic_cp.decide.sweep import Point, Setting, Space, SweepJob, evaluate, launch_flags, layouts_of, sweep
 from dynamic_cp.decide.sweep.flags import launcher, model_flags
 from dynamic_cp.decide.sweep.search import SHOWN, STATIC_POLICIES, pareto_front
 from dynamic_cp.decide.sweep.space import Refused, settings_of, variants
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
-from dynamic_cp.models.architecture import as_flags
-from dynamic_cp.models.catalog import load_architecture, load_hardware, load_model, model_names, why_local
+from dynamic_cp.models.catalog import load_hardware, load_model, model_names, why_local
 from dynamic_cp.models.flags import MEANINGS
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import AUTO_CHUNK_TOKENS, CP_COMM_TYPES, DataParallel, Experts, Lambda, RecomputedLayers, Topology

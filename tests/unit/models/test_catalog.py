@@ -173,7 +173,7 @@ WRITTEN_BACK = {
 @pytest.mark.parametrize("name", WRITTEN_BACK)
 def test_a_config_that_is_written_says_what_was_read(name, tmp_path):
     path = config_file(tmp_path, max_position_embeddings=8192, **WRITTEN_BACK[name])
-    shape, architecture = catalog.load_model(path), catalog.load_architecture(path)
+    shape, architecture = catalog.load_model(path), hugging_face.load_architecture(path)
     assert architecture.not_trained == ()
     config = written.config("here", shape, architecture)
     assert config["model_type"] == WRITTEN_BACK[name].get("model_type", "llama")
@@ -213,7 +213,7 @@ def test_a_config_that_is_written_says_what_was_read(name, tmp_path):
 )
 def test_what_no_family_has_is_not_written(of_shape, of_architecture, says, tmp_path):
     path = config_file(tmp_path)
-    shape, architecture = catalog.load_model(path), catalog.load_architecture(path)
+    shape, architecture = catalog.load_model(path), hugging_face.load_architecture(path)
     with pytest.raises(DynamicCPError, match=says):
         written.config(
             "here", replace(shape, **of_shape), replace(architecture, flags={**architecture.flags, **of_architecture})
@@ -236,7 +236,7 @@ def test_a_hugging_face_encoder_attends_to_whole_samples(tmp_path):
     assert (bert.causal_attention, bert.share_embeddings_and_output_weights, bert.num_query_groups) == (False, True, 12)
     assert bert.num_layers * bert.linear_weights_per_layer == 12 * (4 * 768**2 + 2 * 768 * 3072)
     assert catalog.load_model(config_file(tmp_path, model_type="bert", is_decoder=True, **changes)).causal_attention
-    of_bert = catalog.load_architecture(tmp_path / "config.json")
+    of_bert = hugging_face.load_architecture(tmp_path / "config.json")
     assert of_bert is not None
     assert "model_type bert: an encoder" in of_bert.not_trained
     changes |= {"model_type": "modernbert", "global_attn_every_n_layers": 1}
@@ -261,7 +261,7 @@ def test_latent_attention_of_a_config(tmp_path):
     assert (model.num_query_groups, model.mtp_num_layers) == (128, 1)
     # 187 107 328 weights of attention in a layer, 2048 of them of norms (arXiv 2412.19437, section 4.2, has the sizes).
     assert model.linear_weights_per_layer - model.mlp_weights_per_layer == 187_107_328 - 2048
-    architecture = catalog.load_architecture(path)
+    architecture = hugging_face.load_architecture(path)
     assert architecture is not None
     assert architecture["qk_layernorm"]
     assert not [one for one in architecture.not_trained if "expert" in one or "lora" in one or "head_dim" in one]
@@ -282,7 +282,7 @@ def test_a_diffusers_config(tmp_path):
     path = diffusers_file(tmp_path)
     wan = catalog.load_model(path)
     assert replace(wan, source="") == replace(catalog.load_model("wan2.1-t2v-14b"), source="")
-    assert catalog.load_architecture(path) is None
+    assert hugging_face.load_architecture(path) is None
     small = {"num_attention_heads": 16, "attention_head_dim": 72, "num_layers": 28, "ffn_dim": "gone"}
     image = catalog.load_model(diffusers_file(tmp_path, _class_name="DiTTransformer2DModel", **small))
     assert image.linear_weights_per_layer == 12 * 1152**2
@@ -344,7 +344,7 @@ def test_a_diffusers_config(tmp_path):
 def test_a_config_that_does_not_fit_names_the_key(tmp_path, changes, says):
     path = config_file(tmp_path, **changes)
     with pytest.raises(DynamicCPError, match=says):
-        catalog.load_model(path), catalog.load_architecture(path)
+        catalog.load_model(path), hugging_face.load_architecture(path)
 
 
 @pytest.mark.parametrize("number", [10**30, 2**31 - 1])
@@ -357,7 +357,10 @@ def test_a_config_that_does_not_fit_names_the_key(tmp_path, changes, says):
 )  # fmt: skip
 def test_more_layers_than_can_be_listed_are_refused_at_once(tmp_path, changes, number):
     path = config_file(tmp_path, num_hidden_layers=number, **changes)
-    for load in (catalog.load_model, *([catalog.load_architecture] if changes.get("model_type") == "smollm3" else ())):
+    for load in (
+        catalog.load_model,
+        *([hugging_face.load_architecture] if changes.get("model_type") == "smollm3" else ()),
+    ):
         with pytest.raises(InvalidInputError, match=rf"num_hidden_layers is {number}, the largest allowed value is"):
             load(path)
     with pytest.raises(InvalidInputError, match=f"num_layers is {number}, the largest allowed value is"):
@@ -404,7 +407,7 @@ def test_gpt_oss_has_windows_and_experts(tmp_path):
     model = catalog.load_model(path)
     assert (model.window_tokens, model.window_attn_skip_freq) == (128, 2)
     assert model.experts == Experts(num_experts=32, topk=4, ffn_hidden_size=2880)
-    architecture = catalog.load_architecture(path)
+    architecture = hugging_face.load_architecture(path)
     assert architecture["softmax_type"] == "learnable"
     assert architecture["quick_geglu"]
     assert not architecture["disable_bias_linear"]
@@ -420,7 +423,7 @@ def test_deepseek_v3_has_latents_and_experts(tmp_path):
     assert active / 1e9 == pytest.approx(37.5, abs=0.5)
     whole = catalog.load_model(config_file(tmp_path, **DEEPSEEK_V3 | experts | {"num_experts_per_tok": 8}))
     assert (whole.num_parameters - model.num_parameters) / 1e9 == pytest.approx(11.5, abs=0.5), "a layer with experts"
-    assert catalog.load_architecture(path)["moe_router_score_function"] == "sigmoid"
+    assert hugging_face.load_architecture(path)["moe_router_score_function"] == "sigmoid"
 
 
 def test_an_unknown_name_lists_the_known_ones():
@@ -437,7 +440,9 @@ def test_a_pipe_gives_the_shape_and_the_architecture():
     with open(readable, "rb"), open(writable, "w") as pipe:
         pipe.write(json.dumps(LLAMA_CONFIG))
         pipe.close()
-        model, architecture = (load(f"/dev/fd/{readable}") for load in (catalog.load_model, catalog.load_architecture))
+        model, architecture = (
+            load(f"/dev/fd/{readable}") for load in (catalog.load_model, hugging_face.load_architecture)
+        )
     assert (model.hidden_size, architecture["normalization"]) == (LLAMA_CONFIG["hidden_size"], "RMSNorm")
     with pytest.raises(TypeError, match="does not support item assignment"):
         architecture.flags["normalization"] = "LayerNorm"
@@ -496,8 +501,8 @@ def test_a_malformed_architecture_is_named(tmp_path, change, says):
     path.write_text(broken("models", lambda d: change(d["architecture"])))
     assert catalog.load_model(path).num_layers == 32
     with pytest.raises(InvalidInputError, match=says):
-        catalog.load_architecture(path)
-    assert catalog.load_architecture("wan2.1-t2v-14b") is None
+        hugging_face.load_architecture(path)
+    assert hugging_face.load_architecture("wan2.1-t2v-14b") is None
 
 
 def test_an_unreadable_file(tmp_path):

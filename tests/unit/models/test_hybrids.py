@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from dynamic_cp.decide.config_json import hugging_face, written
+from dynamic_cp.decide.config_json.hugging_face import load_architecture
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models.catalog import load_architecture, load_model
+from dynamic_cp.models.catalog import load_model
 from dynamic_cp.types import LinearAttention
 
 QWEN3_NEXT: dict[str, Any] = {
