@@ -16,11 +16,7 @@ from dynamic_cp.errors import InvalidInputError
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
-    """Write `content` to `path`; on failure what was there before is untouched. A device or pipe is written to.
-
-    Raises:
-        InvalidInputError: the place cannot be written.
-    """
+    """Write `content` to `path`, a file, device or pipe; what was there stays where that raises InvalidInputError."""
     path = Path(path)
     partial = path if is_device(path) else partial_of(path)
     try:

@@ -33,11 +33,7 @@ class _Heavier(Mask):
 
 
 def plan_longer_alone(batch: GlobalBatch, problem: Problem, *, check_memory: bool) -> PlannedBatch:
-    """Return a plan of `batch`, samples without masks; its limit is what the longest of them needs on a rank.
-
-    Raises:
-        DynamicCPError: as `plan_in_memory`.
-    """
+    """Return a plan of `batch`, samples without masks; its limit is what the longest of them needs on a rank."""
     capacity, cp_size = widest_bucket(problem.topology, problem.options, places=False)
     if batch.seqlens.max() <= capacity:
         return plan_in_memory(batch, problem, check_memory=check_memory)[0]

@@ -56,11 +56,7 @@ def workload_names() -> tuple[str, ...]:
 
 
 def workload_source(name: str) -> str:
-    """Return in a sentence what a named workload is, and whether it is real, composed, modelled or synthetic.
-
-    Raises:
-        InvalidInputError: the name is unknown.
-    """
+    """Return in a sentence what a named workload is, and whether it is real, composed, modelled or synthetic."""
     if name in LOGNORMALS:
         shape = LOGNORMALS[name]
         return f"synthetic: lognormal, median {math.exp(shape.log_median):.0f} tokens, sigma {shape.sigma}"

@@ -60,7 +60,6 @@ class PredictionError:
     predicted_over_measured: float
 
     def describe(self) -> str:
-        """Return one phrase for a log."""
         if not self.num_observations:
             return "no bucket compared"
         return (

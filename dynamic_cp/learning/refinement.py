@@ -65,7 +65,6 @@ class RefinedHardware:
     reason: str = ""
 
     def describe(self) -> str:
-        """Return one line for the log."""
         used = f"{self.before.num_observations} buckets ({self.num_ignored} ignored)"
         if self.reason:
             return f"hardware {self.hardware.name} not refined from {used}: {self.reason}; {self.before.describe()}"

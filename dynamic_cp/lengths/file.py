@@ -48,7 +48,6 @@ class LengthFile:
             yield from file
 
     def error(self, what: str) -> DataError:
-        """Return the error that says `what` of the file."""
         return DataError(f"{self.name}: {what}")
 
     def no_lengths(self, kind: str, why: str) -> DataError:

@@ -136,7 +136,6 @@ class SentBytes(NamedTuple):
 
     @property
     def forward(self) -> float:
-        """Bytes of the forward pass."""
         return self.ring_steps * self.ring_step + self.inner
 
     @property

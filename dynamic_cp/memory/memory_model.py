@@ -81,7 +81,6 @@ class StageMemory(NamedTuple):
 
     @property
     def total_bytes(self) -> float:
-        """Sum of all parts."""
         return sum(self)
 
     @property

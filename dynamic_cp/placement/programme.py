@@ -101,7 +101,6 @@ class Held(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Number of its tokens."""
         return self.stop - self.start
 
 

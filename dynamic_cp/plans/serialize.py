@@ -43,7 +43,6 @@ _NEWER = {"ep_size": 1, "token_alignment": 1}
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """Return `plan` as JSON's types."""
     kind = kind_of(plan)
     return {
         "schema_version": SCHEMA_VERSION,

@@ -125,7 +125,6 @@ class TickSeconds(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Seconds of the tick."""
         return self.linear_s + self.attention_s + self.exposed_s - self.beside_s
 
 

@@ -103,7 +103,6 @@ class TaskSearch(NamedTuple):
 
     @property
     def cost_model(self) -> CostModel:
-        """Prices of the job."""
         return self.prices.cost_model
 
 

@@ -78,7 +78,6 @@ class Tasks:
 
     @property
     def tokens(self) -> Ints:
-        """[row] -> its tokens."""
         return (self.rows[:, STOP] - self.rows[:, START]).astype(np.int64)
 
     def placement(self) -> Placement:

@@ -42,7 +42,6 @@ _SETTINGS = ("tile_tokens", "relay_servers")
 
 
 def pool_to_dict(plan: Plan) -> dict[str, Any]:
-    """Return the pool of a plan as JSON's types."""
     texts = _texts_of_ticks(plan, placements=True)
     return {**settings(plan), **{side: texts[letter] for letter, side in _SIDES.items()}}
 

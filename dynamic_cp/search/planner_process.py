@@ -90,7 +90,6 @@ class Request:
     def of(
         cls, key: str, samples: Sequence[Sample], *, wants_whole: bool = False, hardware: Hardware | None = None
     ) -> Request:
-        """Return the request to plan `samples`."""
         batch = GlobalBatch.of(samples)
         return cls(
             key=key,
@@ -103,7 +102,6 @@ class Request:
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """The global batch."""
         return tuple(GlobalBatch(self.sample_ids, self.seqlens, self.masks))
 
 

@@ -261,11 +261,7 @@ class KeyRanges(Mask):
 
     @classmethod
     def parse(cls, text: str) -> KeyRanges:
-        """Return the mask whose text is `text` behind its name.
-
-        Raises:
-            InvalidInputError: it is none.
-        """
+        """Return the mask whose text is `text` behind its name, or raise InvalidInputError."""
         try:
             return cls.of(_ranges_in(zlib.decompress(base64.urlsafe_b64decode(text))))
         except (binascii.Error, zlib.error, ValueError) as error:

@@ -152,11 +152,7 @@ _TEXT = re.compile(rf"({_ROWS})/((?:{_ROWS})?)((?:/[a-z]+(?::[\d,]+)?)*)")
 
 
 def parse_placement(text: str) -> Placement:
-    """Return the placement whose `str` is `text`.
-
-    Raises:
-        InvalidInputError: it is none.
-    """
+    """Return the placement whose `str` is `text`, or raise InvalidInputError."""
     import numpy as np
 
     match = _TEXT.fullmatch(text)

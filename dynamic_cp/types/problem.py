@@ -85,11 +85,7 @@ class RecomputedLayers(NamedTuple):
         return sum(min(self.num_layers, layers) for layers in chunks) / sum(chunks)
 
     def check(self, chunks: Sequence[float]) -> None:
-        """Refuse what model chunks of so many layers cannot have.
-
-        Raises:
-            InvalidInputError: more layers than the largest chunk has, or units that do not divide one of them.
-        """
+        """Refuse more layers than the largest of these model chunks has, and units that do not divide one of them."""
         number, largest = self.num_layers, max(chunks)
         if number > max(1, largest):
             raise InvalidInputError(
@@ -114,11 +110,7 @@ def _require_known(name: str, value: str, known: Sequence[str]) -> None:
 
 
 def chunk_tokens(given: int | str, tp_size: int) -> int:
-    """Return the tokens of a chunk of the loss that --loss-chunk-tokens gives, 0: of all tokens at once.
-
-    Raises:
-        InvalidInputError: it is negative.
-    """
+    """Return the tokens of a chunk of the loss that --loss-chunk-tokens gives, 0: of all tokens at once."""
     if isinstance(given, str):  # auto
         return AUTO_CHUNK_TOKENS * tp_size
     if given < 0:

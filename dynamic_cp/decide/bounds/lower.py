@@ -366,7 +366,6 @@ def _sharpened(batch: _Batch, bound: LowerBound, effort: Effort) -> LowerBound:
 
 
 def _sharpened_pipelined(batch: _Batch, bound: LowerBound, effort: Effort) -> LowerBound:
-    """Return `_sharpened` with a pipeline."""
     free_s = _work_s(batch, batch.ways, 1)
     limit_s, low_s, high_s = bound.seconds * _MIN_GAIN, bound.seconds, bound.seconds * _SHARPEN_PIPELINED
     for _ in range(_SHARPEN_STEPS):

@@ -39,11 +39,7 @@ class Proof(NamedTuple):
 
 
 def check_provable(samples: Sequence[Sample], cost_model: CostModel, exchanges: Sequence[str]) -> None:
-    """Refuse a batch that is too large to prove, or a job whose plans the program does not know.
-
-    Raises:
-        UnsupportedFeatureError: with the numbers and the remedy.
-    """
+    """Raise UnsupportedFeatureError for a batch too large to prove, or a job whose plans the program does not know."""
     topology = cost_model.topology
     if placed := [name for name in exchanges if is_placed(name)]:
         raise UnsupportedFeatureError(

@@ -72,7 +72,6 @@ def _show_inputs(comparison: Comparison, batch: BatchInput, out: Console) -> Non
 
 
 def show_batches(comparison: Comparison, batch: BatchInput, out: Console) -> None:
-    """Print what is planned."""
     num_samples = [len(one) for one in comparison.batches]
     num_tokens = sum(sample.seqlen for one in comparison.batches for sample in one)
     each = f"{min(num_samples)}" if min(num_samples) == max(num_samples) else f"{min(num_samples)}-{max(num_samples)}"
@@ -118,7 +117,6 @@ def gain_columns(comparison: Comparison) -> list[Column[PolicyOutcome]]:
 
 
 def is_ours(one: PolicyOutcome) -> bool:
-    """Return whether a row is that of the dynamic policy."""
     return one.policy == "dynamic"
 
 

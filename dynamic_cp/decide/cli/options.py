@@ -81,7 +81,6 @@ class Argument(click.Argument):
         self.text = help
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return what --help shows."""
         return self.make_metavar(ctx), self.text
 
 
@@ -134,7 +133,6 @@ class TokensOrAuto(click.ParamType[Any]):
     name = "tokens"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Return the number, or 'auto'."""
         if value == "auto" or isinstance(value, int):
             return cast("int | str", value)
         try:
@@ -143,7 +141,6 @@ class TokensOrAuto(click.ParamType[Any]):
             self.fail(f"{value!r} is neither a number of tokens nor 'auto'", param, ctx)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what --help shows."""
         return "N|auto"
 
 
@@ -153,7 +150,6 @@ class Numbers(click.ParamType[tuple[int, ...]]):
     name = "N,.."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Return the numbers."""
         if isinstance(value, tuple):
             return value
         try:
@@ -165,7 +161,6 @@ class Numbers(click.ParamType[tuple[int, ...]]):
         return numbers
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what --help shows."""
         return self.name
 
 
@@ -177,7 +172,6 @@ class Names(click.ParamType[Any]):
         self._names = names
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what --help shows."""
         return self.name
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -272,5 +266,4 @@ json_option = options_in(
 
 
 def output_option(help: str, metavar: str, **settings: Any) -> Callable[[_Command], _Command]:
-    """Add --output."""
     return options_in("Output", output=option(help, metavar=metavar, **settings))

@@ -189,11 +189,7 @@ class BatchInput:
         )
 
     def draw_one(self) -> tuple[Sample, ...]:
-        """Return the only global batch.
-
-        Raises:
-            DynamicCPError: as `draw`, or a file of several.
-        """
+        """Return the only global batch; errors as of `draw`, or of a file of several."""
         first, *others = self.draw()
         if others:
             raise InvalidInputError(
@@ -211,11 +207,7 @@ class BatchInput:
         )
 
     def longest_tokens(self, batches: Sequence[Sequence[Sample]]) -> int:
-        """Return the tokens of the longest sample that any global batch may have, not only `batches`, which were drawn.
-
-        Raises:
-            DynamicCPError: as `draw`.
-        """
+        """Return the tokens of the longest sample that any global batch may have, not only the drawn `batches`."""
         from dynamic_cp.decide.workloads import longest_length
 
         if self.global_batch_size is None:
@@ -469,7 +461,6 @@ class RunInput:
 
     @property
     def data_parallel(self) -> DataParallel:
-        """How lanes share gradients and optimizer state."""
         is_sharded, overlaps = not self.no_distributed_optimizer, not self.no_overlap_grad_reduce
         return DataParallel(
             distributed_optimizer=is_sharded,
@@ -505,7 +496,6 @@ class RunInput:
 
     @property
     def exchanges(self) -> tuple[tuple[CpCommType, ...], ...]:
-        """The sets of exchanges that a search tries."""
         return exchanges_tried(self.cp_comm_type, self.whole_model, self.states)
 
     def check_memory_is_known(self) -> None:
@@ -735,7 +725,6 @@ class JobInput(RunInput):
 
 
 def job_options(command: _Command) -> _Command:
-    """Add the options that describe a job."""
     layout = f"gpus lanes model hardware settings tp pp vpp ep mtp_num_layers {PRECISION_AND_EXPERTS} ranks_per_node"
     memory = "recompute recompute_method recompute_num_layers loss_chunk_tokens"
     names = f"{layout} {memory} no_distributed_optimizer no_overlap_grad_reduce"
@@ -772,7 +761,6 @@ POOL = {
 
 
 def policy_option(help: str, default: str = DEFAULT_POLICIES) -> Any:
-    """Return --policy of several names."""
     return option(help, default=default, metavar="NAME,..")
 
 
@@ -811,7 +799,6 @@ class SweepInput(RunInput):
 
     @property
     def space(self) -> Space:
-        """What is searched."""
         from dynamic_cp.decide.sweep import Space
 
         return Space(

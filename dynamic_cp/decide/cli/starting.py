@@ -204,7 +204,6 @@ class Starter:
         return [(path, point.setting.name) for path, point in points.items()]
 
     def _about(self, path: str, point: Point) -> list[str]:
-        """Return the comments of a file."""
         setting, samples = point.setting, len(self.job.batches[0])
         what = f"{self.run.model} on {setting.topology.world_size} {self.run.hardware_name}: policy {setting.name}"
         start = f"{launcher(setting)} pretrain_gpt.py @{path}"

@@ -162,7 +162,6 @@ def _found(starter: Starter, policies: Sequence[str], steps: Progress, at_end: E
 
 
 def _show_ended(best: Mapping[str, Point], starter: Starter) -> None:
-    """Print what a search that was ended has found."""
     from dynamic_cp.decide.cli.comparison_tables import show_ended
 
     trained = [point for name, point in best.items() if not starter.why_no_line(name)]

@@ -34,11 +34,9 @@ class Row(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """The name of the flag or field."""
         return self.name.removeprefix("not ")
 
     def read(self, config: Entries) -> Any:
-        """Return the value of the flag."""
         if self.kind is bool:
             return self.turned(bool(config.get(self.entry, self.default)))
         if self.kind is float:
@@ -120,7 +118,6 @@ class Family:
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the entries that a text lists."""
     return frozenset(text.split())
 
 

@@ -73,7 +73,6 @@ class Journal:
             self._known[str(entry.get("of"))] = entry
 
     def __len__(self) -> int:
-        """Number of results."""
         return len(self._known)
 
     def get(self, function: Callable[..., Any], setting: Setting) -> Point | Refused | float | None:

@@ -307,7 +307,6 @@ class _Race:
         return self._bounds[_bounded(setting)] <= (1.0 if is_block else SHOWN) * fastest_s
 
     def found(self, policy: str) -> Found:
-        """Return what is known of a policy."""
         points = fastest_first(self._points[policy].values())
         others = [one for one in points if _layout(one.setting) != _layout(points[0].setting)]
         return Found(

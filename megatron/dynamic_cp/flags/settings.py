@@ -233,7 +233,6 @@ class PlanningSettings:
 
     @property
     def recomputes_norms(self) -> bool:
-        """Whether --recompute-modules has layernorm."""
         return self.recompute == "selective" and "layernorm" in self.recompute_modules
 
     def _allowed(self, *, has_masks: bool, left_out: tuple[CpCommType, ...] = ()) -> tuple[CpCommType, ...]:

@@ -60,7 +60,6 @@ class StepFlops:
         self._is_over = False
 
     def add(self, flops: float) -> None:
-        """Count a step."""
         if self._is_over:
             self._steps.clear()
             self._is_over = False
@@ -68,7 +67,6 @@ class StepFlops:
 
     @property
     def latest(self) -> float:
-        """FLOPs of the latest step."""
         return self._steps[-1]
 
     @property

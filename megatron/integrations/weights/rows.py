@@ -31,7 +31,6 @@ class Section(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """In all groups."""
         return self.num_groups * (self.stop - self.start)
 
 
