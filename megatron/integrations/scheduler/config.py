@@ -59,16 +59,9 @@ def model_of(config: Any) -> ModelShape:
 
 def layout_of(config: Any) -> dict[str, Any]:
     """Return what of `Topology` a configuration says besides the lanes."""
-    fields = {
-        "tp_size": "tensor_model_parallel_size",
-        "pp_size": "pipeline_model_parallel_size",
-        "vp_size": "virtual_pipeline_model_parallel_size",
-        "ep_size": "expert_model_parallel_size",
-        "sequence_parallel": "sequence_parallel",
-    }
-    return {name: getattr(config, field, None) or 1 for name, field in fields.items()} | {
-        "sequence_parallel": bool(getattr(config, "sequence_parallel", False))
-    }
+    kinds = {"tp_size": "tensor", "pp_size": "pipeline", "vp_size": "virtual_pipeline", "ep_size": "expert"}
+    sizes = {name: getattr(config, f"{kind}_model_parallel_size", None) or 1 for name, kind in kinds.items()}
+    return {**sizes, "sequence_parallel": bool(getattr(config, "sequence_parallel", False))}
 
 
 def options_of(config: Any) -> dict[str, Any]:

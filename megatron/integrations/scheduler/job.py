@@ -101,10 +101,12 @@ def job_of(
     """
     _check_names("layout", layout or {}, LAYOUT)
     _check_names("options", options or {}, OPTIONS)
-    job = Job(hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware))
-    job = replace(job, layout=dict(layout or {}), options=dict(options or {}))
-    if data_parallel is not None:
-        job = replace(job, data_parallel=data_parallel)
+    job = Job(
+        hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
+        layout=dict(layout or {}),
+        options=dict(options or {}),
+        data_parallel=data_parallel or SHARDED,
+    )
     if model is None:
         return job
     if isinstance(model, ModelShape):
