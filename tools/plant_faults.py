@@ -487,7 +487,7 @@ FAULTS = {
         TICKS,
     ),
     "no static packing is tried": Fault(
-        "found += self._better_static(min((one.makespan_ns for one in found), default=best_ns or 0))",
+        "found += self._better_static(min([best_ns, *(one.makespan_ns for one in found)]))",
         "found += []",
         PROMISES,
     ),
