@@ -5,7 +5,7 @@ import ast
 from tests.unit.sources import PACKAGES, files_of, module_of, nodes_of, text_of
 from tests.unit.test_rooms import leaf_of
 
-MOST_LINES_OF_THE_CORE = 45_357
+MOST_LINES_OF_THE_CORE = 45_120
 """It is lowered when the core gets smaller, and never raised."""
 MOST_LONG_FUNCTIONS = 10
 """Functions of more than LONG lines, and of more than MANY parameters: fewer is the aim."""
