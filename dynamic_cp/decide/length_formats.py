@@ -91,11 +91,16 @@ def read_npy(file: LengthFile) -> NDArray[np.int64]:
     if array.ndim != 1:
         why = f"its shape is {array.shape}, one dimension is needed: save array.ravel()"
         raise file.no_lengths(".npy", why)
-    wrong = (array < 1) | (array > MAX_LENGTH)
+    return _checked(file, array)
+
+
+def _checked(file: LengthFile, values: NDArray[Any], first: int = 1, where: str = "") -> NDArray[np.int64]:
+    """Return `values`, of the entries from number `first` on; DataError for the first one that is no length."""
+    wrong = (values < 1) | (values > MAX_LENGTH)
     if wrong.any():
         entry = int(wrong.argmax())
-        length_of(file, f"entry {entry + 1}", int(array[entry]))
-    return array.astype(np.int64)
+        length_of(file, f"entry {first + entry}{where}", int(values[entry]))
+    return values.astype(np.int64)
 
 
 def _why_no_array(file: LengthFile) -> str:
@@ -237,12 +242,7 @@ def _lengths(file: LengthFile, batch: Any, first: int) -> NDArray[np.int64]:
         raise file.error(f"column {name} holds {column.type}, integers are needed: save whole tokens")
     if column.null_count:
         length_of(file, f"entry {first + int(np.asarray(column.is_null()).argmax())}", None)
-    values = np.asarray(column)
-    wrong = (values < 1) | (values > np.iinfo(np.int32).max)
-    if wrong.any():
-        entry = int(wrong.argmax())
-        length_of(file, f"entry {first + entry}", int(values[entry]))
-    return values.astype(np.int64)
+    return _checked(file, np.asarray(column), first)
 
 
 def _num_token_ids(file: LengthFile, batch: Any, first: int) -> NDArray[np.int64]:
@@ -261,10 +261,7 @@ def _num_token_ids(file: LengthFile, batch: Any, first: int) -> NDArray[np.int64
         seen = np.concatenate([[0], np.cumsum(np.asarray(batch.columns[1].flatten()) != 0)])
         ends = np.cumsum(tokens)
         tokens = seen[ends] - seen[ends - tokens]
-    if (tokens < 1).any():
-        entry = int((tokens < 1).argmax())
-        length_of(file, f"entry {first + entry}, {TOKEN_IDS},", int(tokens[entry]))
-    return tokens
+    return _checked(file, tokens, first, f", {TOKEN_IDS},")
 
 
 def _list_sizes(file: LengthFile, name: str, column: Any, first: int) -> NDArray[np.int64]:
