@@ -158,7 +158,14 @@ def _strike_in_the_moment(trial: Trial, folder: Path) -> None:
     hook(saver, "save", "begins", lambda _saver, position: position.iteration)
     hook(saver, "_request", "plans", lambda _saver, _folder, position: position.iteration)
     hook(WriterProcess, "start", "forks", lambda _writer, _request: iteration if workers else 0)
-    hook(saver, "_name", "names", lambda saver, *_: saver._unnamed.iteration)
+    named: list[int] = []
+
+    def is_named(saver: saving.Saver) -> int:
+        named[:] = [saver._unnamed.iteration] if saver._unnamed else []
+        return 0
+
+    hook(saver, "finish", "", is_named)
+    hook(saving, "_of_all_ranks", "names", lambda _files: named[0])
     hook(checkpoint_files, "commit", "renames", lambda _folder, committed, *_: committed)
     real_write = FileSystemWriterAsync.write_preloaded_data
 

@@ -148,9 +148,14 @@ class Job:
     def start_now(self) -> None:
         """Have a job that was requeued start: SLURM would let it wait for two minutes."""
         self.wait_for_state("PENDING")
-        # What is asked while its nodes are still being left is overwritten.
-        wait_until(lambda: self.field("Reason") == "BeginTime", f"{self.number} is to wait", self.text)
-        self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+
+        def is_started() -> bool:
+            # Asked again, as what is asked while its nodes are still being left is overwritten.
+            if self.field("Reason") == "BeginTime":
+                self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+            return self.field("JobState") != "PENDING"
+
+        wait_until(is_started, f"{self.number} starts", self.text)
 
     def signal(self, name: str) -> None:
         """Send a signal to its script, as `--signal=B:USR1@300` does."""
