@@ -63,6 +63,13 @@ def test_simulated_traces_are_legal_and_hold_every_operation(case):
         assert busy_ns == pytest.approx(timeline.split.busy_ns.sum())
 
 
+def test_lanes_can_be_chosen():
+    (_, (_, timeline)) = timelines("usual")
+    events = trace_events(timeline, lanes=range(3, 6))
+    check_events(events)
+    assert {event["tid"] for event in events if event["ph"] in "Xsf"} == {3, 4, 5}
+
+
 def test_slices_are_the_spans_of_the_timeline():
     (_, (_, timeline)) = timelines("usual")
     wanted = {(*place, str(span.operation)[1:], *times_us) for span, place, times_us in slices_of(timeline)}
