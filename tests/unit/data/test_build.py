@@ -167,7 +167,7 @@ def test_bad_tokenizers_are_explained(changes, part):
     [
         ("0,0,0", "sums to 0"), ("1,-1,3", "below 0"), ("nan,1,1", "below 0 or without bound"),
         ("inf,1,1", "without bound"), ("1e308,1e308,1", "sums to inf"), ("90,10", "has 2 weights, not 3"),
-        ("90,ten,0", "not a number"), ("", "not a number"),
+        ("90,ten,0", "not a number"), ("", "not a number"), ("1,2,3,4", "has 4 weights, not 3"),
     ],
 )  # fmt: skip
 def test_bad_splits_are_explained(split, part):
@@ -268,6 +268,7 @@ def without(key):
         (without("mean_seq_len"), "mean_seq_len is None: a number is needed"),
         (LOGNORMAL | {"lognormal_sigma": "big"}, "lognormal_sigma is 'big'"),
         (LOGNORMAL | {"mean_seq_len": 0}, "mean_seq_len 0"),
+        (LOGNORMAL | {"lognormal_sigma": -1}, "lognormal_sigma -1"),
         (LOGNORMAL | {"min_seq_len": 9000}, "min_seq_len 9000 and max_seq_len 8192"),
         ({"mode": "file"}, 'needs a "path"'),
         ({"mode": "file", "path": "/nowhere.csv"}, "cannot read /nowhere.csv"),
