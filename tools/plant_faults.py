@@ -803,6 +803,11 @@ FAULTS = {
         "range(span.bucket.first_lane, span.bucket.lanes.stop)",
         "tests/unit/report/test_trace.py -k can_be_chosen",
     ),
+    "marks in calls of tools are taken for spans": Fault(
+        "        if has_mark(message):\n",
+        '        if has_mark(message.get("content")):\n',
+        "tests/unit/data/test_chat.py -k name_file_and_line",
+    ),
     "a sweep lists settings that save no memory": Fault(
         "point.peak_bytes < _WORTH_BYTES * front[-1].peak_bytes",
         "point.peak_bytes < front[-1].peak_bytes",

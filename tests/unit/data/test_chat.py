@@ -165,6 +165,9 @@ BAD_LINES = [
      'a part of its content is {"type": "text", "text": ...}, not \'x\''),
     (line_of([("system", "x")]), "has no assistant message to learn, 1 of system"),
     (line_of([("user", "\ufdd0"), ("assistant", "y")]), "message 1 (user) has the noncharacter"),
+    (json.dumps({"messages": [{"role": "assistant", "content": "y", "tool_calls": [{"a\ufdd1": 1}]}]}).encode(),
+     "message 1 (assistant) has the noncharacter"),
+    (line_of([("assistant", "y")], tools=[{"name": "\ufdd0"}]), "field 'tools' has the noncharacter"),
     (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "has weight 0.5: 0, which is not"),
     (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "has no assistant message to learn"),
 ]  # fmt: skip
