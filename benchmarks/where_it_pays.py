@@ -1,12 +1,12 @@
 """Where dynamic CP pays, as a map: models x GPUs x lengths, every policy at its own fastest layout.
 
-    python -m benchmarks.where_it_pays                # what is not planned yet, then the table; an hour of one core
+    python -m benchmarks.where_it_pays                # what is not planned yet, then table and picture; hours of a core
     python -m benchmarks.where_it_pays --only 70b     # cells whose command has one of these words
-    python -m benchmarks.where_it_pays --docs         # what is kept into docs/how-to/decide.md and its picture
+    python -m benchmarks.where_it_pays --again --only 70b
 
 Each cell is one `dynamic-cp sweep`, whose command the cell names; static CP has the best packing there is at every CP
-size. What a cell finds is kept in runs/where_it_pays, also of a cell that was ended: the same command goes on from
-there. Remove the folder when planner or prices have changed.
+size. What a cell finds is kept in docs/where-it-pays.json, and a sweep that was ended in runs/where_it_pays: the same
+command goes on from there. Plan cells again when planner or prices have changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+KEPT = DOCS / "where-it-pays.json"
 FOLDER = DOCS.parent / "runs" / "where_it_pays"
 MODELS = {
     "llama-3-8b": "--tp 1,2,4 --pp 1,2",
@@ -60,8 +61,6 @@ SAMPLES = {64: 256, 512: 1024}
 """GPUs -> samples of a global batch; a quarter of them where lengths are long."""
 VERDICTS = ("gains", "may pay", "does not pay", "loses")
 """The words of the command, the best first."""
-Swept = dict[str, Any]
-"""What `dynamic-cp sweep --json` wrote."""
 
 
 class Cell(NamedTuple):
@@ -85,25 +84,39 @@ class Cell(NamedTuple):
 CELLS = tuple(Cell(lengths, model, gpus) for gpus in SAMPLES for lengths in LENGTHS for model in MODELS)
 
 
-def kept(cell: Cell) -> Path:
-    """Return where the figures of a cell are kept; the name ends in .json, that of its unfinished search in .jsonl."""
-    return FOLDER / (re.sub(r"[^\w.]+", "-", cell.words) + ".json")
+class Found(NamedTuple):
+    """What a sweep found of a cell, as the table says it, and when."""
+
+    dynamic: str
+    static: str
+    gain: str
+    under_other_prices: str
+    verdict: str
+    date: str
 
 
-def find(cell: Cell) -> Swept:
-    """Return what `dynamic-cp sweep --json` wrote of the cell; a cell without a file is swept first."""
-    done = kept(cell)
-    if not done.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        begin_s = time.perf_counter()
-        words = [*shlex.split(cell.words), "--resume", f"{done}l", "--json", f"{done}.part"]
-        print(f"dynamic-cp {cell.words}", file=sys.stderr, flush=True)
-        if status := cli.main(words):
-            raise SystemExit(status)
-        Path(f"{done}.part").rename(done)
-        print(f"{time.perf_counter() - begin_s:.0f} s", file=sys.stderr, flush=True)
-    swept: Swept = json.loads(done.read_text(encoding="utf-8"))
-    return swept
+def read() -> dict[str, Found]:
+    """Return command -> what it found, of the cells that are kept."""
+    return {words: Found(**found) for words, found in json.loads(KEPT.read_text(encoding="utf-8")).items()}
+
+
+def find(cell: Cell) -> Found:
+    """Return what `dynamic-cp sweep --json` finds of the cell."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    done = FOLDER / (re.sub(r"[^\w.]+", "-", cell.words) + ".json")
+    begin_s = time.perf_counter()
+    print(f"dynamic-cp {cell.words}", file=sys.stderr, flush=True)
+    if status := cli.main([*shlex.split(cell.words), "--resume", f"{done}l", "--json", str(done)]):
+        raise SystemExit(status)
+    print(f"{time.perf_counter() - begin_s:.0f} s", file=sys.stderr, flush=True)
+    return found_of(json.loads(done.read_text(encoding="utf-8")))
+
+
+def found_of(swept: dict[str, Any]) -> Found:
+    """Return what the table says of a sweep."""
+    settings = (_setting(swept["policies"][name]["best"]) for name in ("dynamic", "balanced"))
+    said = gain(swept, "balanced", named=False), range_of(swept), verdict(swept)
+    return Found(*settings, *said, str(datetime.date.today()))
 
 
 def _setting(best: dict[str, Any]) -> str:
@@ -113,27 +126,17 @@ def _setting(best: dict[str, Any]) -> str:
     return f"{best['iteration_s']:.3f} s ({', '.join(sizes + recomputed) or 'TP 1'})"
 
 
-def table_of(cells: Sequence[tuple[Cell, Swept]]) -> str:
-    """Return a Markdown table, a row for each cell."""
-    rows = [
-        (
-            *cell,
-            *(_setting(swept["policies"][name]["best"]) for name in ("dynamic", "balanced")),
-            gain(swept, "balanced", named=False),
-            range_of(swept),
-            verdict(swept),
-        )
-        for cell, swept in cells
-    ]
+def table_of(found: Mapping[str, Found]) -> str:
+    """Return a Markdown table, a row for each cell that is kept."""
+    rows = [(*cell, *found[cell.words][:-1]) for cell in CELLS if cell.words in found]
     header = "lengths | model | GPUs | dynamic | best static | gain | under other prices | verdict"
     return table(header, rows, left=8)
 
 
-def picture(cells: Sequence[tuple[Cell, Swept]], theme: Theme) -> Figure:
+def picture(found: Mapping[str, Found], theme: Theme) -> Figure:
     """Return the map: a panel for each number of GPUs, a row for each kind of lengths, a column for each model."""
     figure = new_figure(WIDE_IN, 0.52 * len(LENGTHS) + 1.2)
     colors = dict(zip(VERDICTS, (theme.series[2], theme.series[0], theme.band, theme.series[1]), strict=True))
-    found = dict(cells)
     for panel, gpus in zip(figure.subplots(1, len(SAMPLES), sharey=True), SAMPLES, strict=True):
         panel.set_title(f"{gpus} H100, {SAMPLES[gpus]} samples", fontweight="bold")
         frame_map(panel, last_x=len(MODELS), last_y=len(LENGTHS))
@@ -141,9 +144,9 @@ def picture(cells: Sequence[tuple[Cell, Swept]], theme: Theme) -> Figure:
         panel.set_yticks([at + 0.5 for at in range(len(LENGTHS))], [name.replace(", ", ",\n", 1) for name in LENGTHS])
         for (row, lengths), (column, model) in product(enumerate(LENGTHS), enumerate(MODELS)):
             color, text = theme.background, "not planned"
-            if swept := found.get(Cell(lengths, model, gpus)):
-                color = colors[verdict(swept)]
-                text = f"{swept['speedup']['balanced']['ratio']:.2f}x\n{range_of(swept).rstrip('x')}"
+            if one := found.get(Cell(lengths, model, gpus).words):
+                color = colors[one.verdict]
+                text = f"{one.gain.split()[0]}\n{one.under_other_prices.rstrip('x')}"
             place = Rectangle(column, column + 1, row, row + 1)
             add_rectangles(panel, [place], color, edgecolor=theme.background, linewidth=2)
             ink = max((theme.ink, theme.background), key=lambda ink, color=color: contrast(ink, color))
@@ -153,33 +156,34 @@ def picture(cells: Sequence[tuple[Cell, Swept]], theme: Theme) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Find the cells that are asked for and print their table; return 0."""
+    """Find the cells that are asked for, and put them into the docs; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--only", nargs="+", metavar="WORD", default=[""], help="cells with one of these in the command"
     )
-    parser.add_argument("--docs", action="store_true", help="plan nothing, put what is there into the docs")
+    parser.add_argument("--again", action="store_true", help="plan what is kept again")
     given = parser.parse_args(argv)
-    if given.docs:
-        write([(cell, find(cell)) for cell in CELLS if kept(cell).exists()])
-        return 0
-    cells = [cell for cell in CELLS if any(word in cell.words for word in given.only)]
-    print(table_of([(cell, find(cell)) for cell in cells]))
+    for cell in CELLS:
+        if any(word in cell.words for word in given.only) and (given.again or cell.words not in read()):
+            found = {**read(), cell.words: find(cell)}
+            KEPT.write_text(json.dumps({words: one._asdict() for words, one in found.items()}, indent=1) + "\n")
+    write(read())
     return 0
 
 
-def write(cells: Sequence[tuple[Cell, Swept]]) -> None:
+def write(found: Mapping[str, Found]) -> None:
     """Put the table into decide.md, and the picture beside it."""
-    rest = len(CELLS) - len(cells)
+    rest = len(CELLS) - len(found)
     missing = f"; {rest} cells are not planned yet" if rest else ""
-    said = f"Modelled on {datetime.date.today()}, four batches each{missing}."
-    commands = [f"dynamic-cp {cell.words}" for cell, _ in cells]
-    lines = [table_of(cells), "", said, "", "```text", *commands, "```"]
+    dates = " and ".join(sorted({one.date for one in found.values()}))
+    said = f"Modelled on {dates}, four batches each{missing}."
+    commands = [f"dynamic-cp {cell.words}" for cell in CELLS if cell.words in found]
+    lines = [table_of(found), "", said, "", "```text", *commands, "```"]
     page = DOCS / "how-to" / "decide.md"
     text = inserted(page.read_text(encoding="utf-8"), {"where-it-pays": "\n".join(lines)})
     page.write_text(text, encoding="utf-8")
     for name, theme in THEMES.items():
-        save(DOCS / "images" / f"where-it-pays-{name}.svg", partial(picture, cells), theme, transparent=True)
+        save(DOCS / "images" / f"where-it-pays-{name}.svg", partial(picture, found), theme, transparent=True)
 
 
 if __name__ == "__main__":
