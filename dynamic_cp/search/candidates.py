@@ -156,8 +156,8 @@ class Search:
         """Yield at least one candidate, unless some are too slow for `best_ns`."""
         if policy == "dynamic":
             found = [*self._dynamic(best_ns)]
-            found += self._megatron_dev(min([best_ns, *(one.makespan_ns for one in found)]))
-            found += self._better_static(min([best_ns, *(one.makespan_ns for one in found)]))
+            for others in (self._megatron_dev, self._better_static):
+                found += others(min([best_ns, *(one.makespan_ns for one in found)]))
             yield from found
             yield from self._shortened(found)
         elif policy == "megatron-dev":
