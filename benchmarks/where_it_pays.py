@@ -109,6 +109,7 @@ def find(cell: Cell) -> Found:
     if status := cli.main([*shlex.split(cell.words), "--resume", f"{done}l", "--json", str(done)]):
         raise SystemExit(status)
     print(f"{time.perf_counter() - begin_s:.0f} s", file=sys.stderr, flush=True)
+    Path(f"{done}l").unlink(missing_ok=True)  # planned again, it is planned anew
     return found_of(json.loads(done.read_text(encoding="utf-8")))
 
 
@@ -163,11 +164,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--again", action="store_true", help="plan what is kept again")
     given = parser.parse_args(argv)
+    found = read()
     for cell in CELLS:
-        if any(word in cell.words for word in given.only) and (given.again or cell.words not in read()):
-            found = {**read(), cell.words: find(cell)}
+        if any(word in cell.words for word in given.only) and (given.again or cell.words not in found):
+            found[cell.words] = find(cell)
             KEPT.write_text(json.dumps({words: one._asdict() for words, one in found.items()}, indent=1) + "\n")
-    write(read())
+    write(found)
     return 0
 
 
