@@ -99,14 +99,14 @@ def _next_fit(padded: Ints, input_order: Ints, capacity: int) -> tuple[int, Ints
 def pack_balanced(lengths: Lengths, durations: Durations, k: int, num_lanes: int, num_rows: int) -> Packing | None:
     """Return rows of even buckets: the longest sample goes to the cheapest bucket with room; None when one has no room.
 
-    Buckets of similar attention work share a row; rows descend.
+    Buckets that last similarly long share a row; rows descend.
     """
     blocks = num_lanes >> k
-    missing, bucket_of_sample, squares = _spread_evenly(lengths, durations, k, blocks * num_rows)
+    missing, bucket_of_sample, price = _spread_evenly(lengths, durations, k, blocks * num_rows)
     if missing:
         return None
     place = np.empty(blocks * num_rows, np.int64)
-    place[np.argsort(-squares, kind="stable")] = np.arange(blocks * num_rows)
+    place[np.argsort(-price, kind="stable")] = np.arange(blocks * num_rows)
     return in_rows(place[bucket_of_sample], np.arange(blocks * num_rows), k, blocks)
 
 
@@ -118,7 +118,7 @@ def in_rows(bucket_of_sample: Ints, places: Ints, k: int, blocks: int) -> Packin
 
 @compiled
 def _spread_evenly(lengths: Lengths, durations: Durations, k: int, num_buckets: int) -> tuple[int, Ints, Floats]:
-    """Return (samples without room, bucket of each sample, sum of squares of each bucket); cheapest bucket first.
+    """Return (samples without room, bucket of each sample, nanoseconds of each bucket); cheapest bucket first.
 
     Buckets without room for the present sample are parked, ordered by room, until samples are short enough.
     """
@@ -142,4 +142,4 @@ def _spread_evenly(lengths: Lengths, durations: Durations, k: int, num_buckets: 
         minus_room[bucket] += padded
         price[bucket] = bucket_ns(durations, k, tokens[bucket], squares[bucket])
         sift_down(price, by_price, num_open)
-    return num_missing, bucket_of_sample, squares
+    return num_missing, bucket_of_sample, price
