@@ -371,14 +371,18 @@ class Search:
         topology = self.cost_model.topology
         fewest = fewest_rows(self.lengths.seqlens, durations, k, topology.num_lanes)
         multiple = topology.num_microbatches_multiple
-        counts = {round_up(ceil(factor * fewest), multiple) for factor in _BALANCED_SWEEP}
         pack = partial(pack_balanced, self.lengths, durations, k, topology.num_lanes)
-        packings = [pack(num_rows) for num_rows in sorted(counts)]
-        rows_of_next_fit = round_up(next_fit.num_rows, multiple)
-        # Samples may fill over half a bucket each. Without a pipeline annealing follows, which needs more rows.
-        if topology.pp_size > 1 and packings[0] is None and rows_of_next_fit not in counts:
-            packings.append(pack(rows_of_next_fit))
-        found = [packing for packing in packings if packing is not None]
+        found, num_rows = [], 0
+        for factor in _BALANCED_SWEEP:
+            if ceil(factor * fewest) <= num_rows:
+                continue
+            num_rows = round_up(ceil(factor * fewest), multiple)
+            packing = pack(num_rows)
+            # Samples may fill over half a bucket each. Without a pipeline annealing follows, which needs more rows.
+            while packing is None and topology.pp_size > 1:
+                num_rows += multiple
+                packing = pack(num_rows)
+            found += [] if packing is None else [packing]
         for packing in found:
             yield from self._ordered(f"{name} cp={1 << k} m={packing.num_rows}", packing, best_ns=best_ns)
         if not found:
