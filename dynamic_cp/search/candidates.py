@@ -378,8 +378,7 @@ class Search:
                 continue
             num_rows = round_up(ceil(factor * fewest), multiple)
             packing = pack(num_rows)
-            # Samples may fill over half a bucket each. Without a pipeline annealing follows, which needs more rows.
-            while packing is None and topology.pp_size > 1:
+            while packing is None:  # samples may fill over half a bucket each
                 num_rows += multiple
                 packing = pack(num_rows)
             found += [] if packing is None else [packing]
