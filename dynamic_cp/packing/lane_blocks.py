@@ -142,6 +142,9 @@ def pack_blocks(
         best_ns: nothing is packed where profiles say that all would take longer.
     """
     num_lanes = cost_model.topology.num_lanes
+    links = [row[: num_lanes >> k] for k, row in enumerate(cost_model.table.links)]
+    if any(row.min(initial=1) < row.max(initial=0) for row in links):
+        best_ns = np.inf  # profiles take blocks within a node and across nodes for alike
     durations = durations_of(cost_model.table, num_lanes)
     alone = alone_ns(lengths, durations, num_lanes.bit_length())
     widths = widths_of(alone[:, 0], cost_model.topology.expert_lanes)

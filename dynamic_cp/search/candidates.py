@@ -43,16 +43,16 @@ _POLISH_STEPS = 2000
 _SMALL = 1000
 _WORTH = {"fast": 0.01, "thorough": 0.002}
 """Without a pipeline, packings are annealed where work alone leaves room for a plan that is faster by this share."""
-_STEPS_FOR_A_SAMPLE, _FEWEST_STEPS, _MOST_STEPS = 20, 8000, 40_000
+_STEPS_FOR_A_SAMPLE, _FEWEST_STEPS, _MOST_STEPS = 6, 6000, 10000
 """Moves of a first walk."""
 _GAINED = 0.9995
 """In a fast search a second walk follows where the first one gains as much."""
-_WALKS = {"fast": (2, 2), "thorough": (8, 8)}
+_WALKS = {"fast": (4, 5), "thorough": (10, 30)}
 """Walks at most, and how many times as long as the first one the others are."""
 _SHARES = {"fast": 0.05, "thorough": 0.4}
 """Of the makespan: no more time than this is spent, at `_NS_OF_A_MOVE`, counted in moves."""
 _NS_OF_A_MOVE = 500
-_NUM_STARTS = 2
+_NUM_STARTS, _MORE_ROWS = 3, 1.1
 _SLOWER_BY_THE_RING = 1.05
 """What a packing for the ring may last, in times of the best plan: with the fastest exchanges it takes less."""
 
@@ -254,19 +254,21 @@ class Search:
                 return
             from dynamic_cp.packing.anneal import anneal
 
-            starts = sorted(best_of_rows.values(), key=lambda one: one.makespan_ns)[:_NUM_STARTS]
-            start = starts[walk % len(starts)] if effort == "thorough" else best
+            starts = sorted(best_of_rows.values(), key=lambda one: one.makespan_ns)
+            more_rows = [one for one in starts[2:] if one.packing.num_rows > _MORE_ROWS * starts[0].packing.num_rows]
+            starts = starts[:2] + more_rows[:1]
+            start = starts[walk % len(starts)] if effort == "thorough" or walk < _NUM_STARTS else best
             packing = anneal(self.lengths, start.packing, self.cost_model, num_steps, walk)
             found = self._judged(f"{start.name.removesuffix(' annealed')} annealed", packing)
             known = best_of_rows.get(packing.num_rows, found)
             best_of_rows[packing.num_rows] = min(found, known, key=lambda one: one.makespan_ns)
             if found.makespan_ns < best.makespan_ns:
                 yield found
-            if walk == 0:
-                num_steps *= times
-                if effort == "fast" and found.makespan_ns > _GAINED * best.makespan_ns:
-                    return
             best = min(found, best, key=lambda one: one.makespan_ns)
+            if walk == _NUM_STARTS - 1:
+                num_steps *= times
+                if effort == "fast" and best.makespan_ns > _GAINED * ranking[0].makespan_ns:
+                    return
 
     def _has_room(self, limit_ns: float) -> bool:
         """Return whether the least work of all samples, without a pipeline, fits into plans of `limit_ns`.
