@@ -43,16 +43,17 @@ _POLISH_STEPS = 2000
 _SMALL = 1000
 _WORTH = {"fast": 0.01, "thorough": 0.002}
 """Without a pipeline, packings are annealed where work alone leaves room for a plan that is faster by this share."""
-_STEPS_FOR_A_SAMPLE, _FEWEST_STEPS, _MOST_STEPS = 6, 6000, 10000
-"""Moves of a first walk."""
+_STEPS_FOR_A_SAMPLE, _FEWEST_STEPS, _MOST_STEPS = 6, 6000, 10_000
+"""Moves of each first walk."""
 _GAINED = 0.9995
-"""In a fast search a second walk follows where the first one gains as much."""
+"""In a fast search a longer walk follows where the first ones gain as much."""
 _WALKS = {"fast": (4, 5), "thorough": (10, 30)}
-"""Walks at most, and how many times as long as the first one the others are."""
+"""Walks at most, and how many times as long as the first ones the others are."""
 _SHARES = {"fast": 0.05, "thorough": 0.4}
 """Of the makespan: no more time than this is spent, at `_NS_OF_A_MOVE`, counted in moves."""
 _NS_OF_A_MOVE = 500
 _NUM_STARTS, _MORE_ROWS = 3, 1.1
+"""Walks start from the best packings of two numbers of rows, and of one that is larger by this factor."""
 _SLOWER_BY_THE_RING = 1.05
 """What a packing for the ring may last, in times of the best plan: with the fastest exchanges it takes less."""
 
@@ -259,7 +260,7 @@ class Search:
             starts = starts[:2] + more_rows[:1]
             start = starts[walk % len(starts)] if effort == "thorough" or walk < _NUM_STARTS else best
             packing = anneal(self.lengths, start.packing, self.cost_model, num_steps, walk)
-            found = self._judged(f"{start.name.removesuffix(' annealed')} annealed", packing)
+            found = self._judged(self._renamed(start, packing, " annealed"), packing)
             known = best_of_rows.get(packing.num_rows, found)
             best_of_rows[packing.num_rows] = min(found, known, key=lambda one: one.makespan_ns)
             if found.makespan_ns < best.makespan_ns:
@@ -309,13 +310,16 @@ class Search:
             from dynamic_cp.packing.polish import polish
 
             found_ns, packing = polish(self.lengths, start.packing, self.cost_model, _POLISH_STEPS, walk)
-            number = f"m={num_microbatches_of(packing, self.cost_model)}"  # of those that are left
-            name = re.sub(r"\bm=\d+", number, f"{start.name.removesuffix(' polished')} polished")
-            found = Candidate(found_ns, name, packing, self.cost_model)
+            found = Candidate(found_ns, self._renamed(start, packing, " polished"), packing, self.cost_model)
             if found.makespan_ns < start.makespan_ns:
                 yield found
             if found.makespan_ns < best_of_rows.get(packing.num_rows, start).makespan_ns:
                 best_of_rows[packing.num_rows] = found
+
+    def _renamed(self, start: Candidate, packing: Packing, suffix: str) -> str:
+        """Return the name of what became of `start`, with the number of micro-batches that are left."""
+        number = f"m={num_microbatches_of(packing, self.cost_model)}"
+        return re.sub(r"\bm=\d+", number, start.name.removesuffix(suffix) + suffix)
 
     def _is_small(self, packing: Packing) -> bool:
         """Return whether a step of polishing costs a microsecond or two, so that thousands are worth it."""

@@ -62,8 +62,8 @@ def balanced(lengths, num_rows, num_lanes=2, limit=100, cp_size=1):
 
 def test_balanced_puts_the_longest_first_into_the_cheapest_bucket():
     assert balanced([10, 60, 50, 20], 1) == [[[60, 10], [50, 20]]]
-    # Buckets of similar work share a row, the heaviest first.
-    assert balanced([80, 20, 70, 10, 5, 6], 2) == [[[80], [70]], [[20], [10, 6, 5]]]
+    # Buckets that last similarly long share a row, the longest first: here tokens count for more than attention.
+    assert balanced([80, 20, 70, 10, 5, 6], 2) == [[[80], [70]], [[10, 6, 5], [20]]]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])

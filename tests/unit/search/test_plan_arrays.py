@@ -114,7 +114,7 @@ def test_a_longer_sample_runs_alone_and_all_others_keep_the_limit(
 
 def test_lanes_beside_a_longer_sample_do_the_rest() -> None:
     plan = planned([700] + [100] * 240, num_lanes=4, max_cp_size=1, overlong="alone")
-    assert plan.imbalance < 1.1
+    assert plan.imbalance < 1.02  # from the fewest micro-batches alone, annealing ends at 1.13
     packs = plan.packs()
     assert sorted(sample for row in packs for pack in row for sample in pack) == list(range(241))
     assert {len(row) for row in packs} == {plan.num_microbatches}
