@@ -215,10 +215,10 @@ class Search:
         if policy != "balanced":
             yield from self._ordered(f"static cp={cp_size} m={next_fit.num_rows}", next_fit, ("as packed",), best_ns)
         if policy != "static":
-            yield from self._balanced(durations, k, next_fit, best_ns)
+            yield from self._balanced(durations, k, best_ns)
             if self.apart is not None:
                 apart = self.apart._replace(capacities=durations.capacities)
-                yield from self._balanced(apart, k, next_fit, best_ns, "balanced apart")
+                yield from self._balanced(apart, k, best_ns, "balanced apart")
             found = [*self._held_to(cp_size)._dynamic(best_ns, is_static=True)]
             found += self._shortened(found)
             yield from (one._replace(name=f"cp={cp_size} {one.name}") for one in found)
@@ -372,26 +372,20 @@ class Search:
             yield from self._ordered(name, packing, best_ns=best_ns if topology.pp_size > 1 else np.inf)
 
     def _balanced(
-        self, durations: Durations, k: int, next_fit: Packing, best_ns: float = np.inf, name: str = "balanced"
+        self, durations: Durations, k: int, best_ns: float = np.inf, name: str = "balanced"
     ) -> Iterator[Candidate]:
         topology = self.cost_model.topology
         fewest = fewest_rows(self.lengths.seqlens, durations, k, topology.num_lanes)
         multiple = topology.num_microbatches_multiple
-        pack = partial(pack_balanced, self.lengths, durations, k, topology.num_lanes)
-        found, num_rows = [], 0
+        num_rows = 0
         for factor in _BALANCED_SWEEP:
             if ceil(factor * fewest) <= num_rows:
                 continue
             num_rows = round_up(ceil(factor * fewest), multiple)
-            packing = pack(num_rows)
-            while packing is None:  # samples may fill over half a bucket each
+            # Samples may fill over half a bucket each; with a bucket for each there is room.
+            while (packing := pack_balanced(self.lengths, durations, k, topology.num_lanes, num_rows)) is None:
                 num_rows += multiple
-                packing = pack(num_rows)
-            found += [] if packing is None else [packing]
-        for packing in found:
-            yield from self._ordered(f"{name} cp={1 << k} m={packing.num_rows}", packing, best_ns=best_ns)
-        if not found:
-            yield self._judged(f"{name} cp={1 << k} m={next_fit.num_rows} next-fit", next_fit)
+            yield from self._ordered(f"{name} cp={1 << k} m={num_rows}", packing, best_ns=best_ns)
 
     def _ordered(
         self, name: str, packing: Packing, orders: Sequence[str] = ORDERS, best_ns: float = np.inf
