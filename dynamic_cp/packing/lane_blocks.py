@@ -65,7 +65,7 @@ class Effort(NamedTuple):
 
 
 _FAST = Effort((1.1, 1.25, 1.5, 1.75, 2.0), 40, 120, 6, 4, 2, 1, 12, (0.5,))
-_THOROUGH = Effort((1.05, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5), 80, 300, 20, 12, 4, 6, 30, (0.1, 0.3, 0.5))
+_THOROUGH = Effort((1.05, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5), 80, 300, 20, 12, 4, 6, 60, (0.1, 0.3, 0.5))
 EFFORTS = {"fast": (_FAST,), "thorough": (_FAST, _THOROUGH)}
 OF_ONE_SIZE = Effort((1.1, 1.25, 1.5, 1.75, 2.0), 40, 120, 4, 3, 2, 1, 10, (0.5,))
 """Effort for static plans, whose candidates are fewer."""

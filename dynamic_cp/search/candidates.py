@@ -43,7 +43,7 @@ _POLISH_STEPS = 2000
 _SMALL = 1000
 _WORTH = {"fast": 0.01, "thorough": 0.002}
 """Without a pipeline, packings are annealed where work alone leaves room for a plan that is faster by this share."""
-_STEPS_FOR_A_SAMPLE, _FEWEST_STEPS, _MOST_STEPS = 6, 6000, 10_000
+_STEPS_FOR_A_SAMPLE, _STEPS_FOR_A_LANE, _FEWEST_STEPS, _MOST_STEPS = 4, 80, 6000, 20_000
 """Moves of each first walk."""
 _GAINED = 0.9995
 """In a fast search a longer walk follows where the first ones gain as much."""
@@ -246,7 +246,12 @@ class Search:
         effort = self.cost_model.options.search
         (most_walks, times), best = _WALKS[effort], ranking[0]
         steps_left = int(_SHARES[effort] * best.makespan_ns / _NS_OF_A_MOVE)
-        num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, _STEPS_FOR_A_SAMPLE * len(self.lengths.seqlens)))
+        num_steps = max(
+            _FEWEST_STEPS,
+            _STEPS_FOR_A_SAMPLE * len(self.lengths.seqlens),
+            _STEPS_FOR_A_LANE * self.cost_model.topology.num_lanes,
+        )
+        num_steps = min(_MOST_STEPS, num_steps)
         best_of_rows = {one.packing.num_rows: one for one in reversed(ranking)}
         for walk in range(most_walks):
             num_steps = min(num_steps, steps_left)
