@@ -2,8 +2,9 @@
 
 A cost model with known errors may still choose right. To see that, the best settings of each policy are planned again
 under other prices. Each set of prices stands for an error that a back-test against published runs has found, or for
-something in which jobs differ (`docs/backtest.md`). Under each set a policy takes the fastest of its best settings;
-settings that only these prices would have found are not tried.
+something in which jobs differ (`docs/backtest.md`). Under each set a policy takes the fastest of its best settings,
+the dynamic one also at the layouts and limits of the static ones; settings that only these prices would have found are
+not tried.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.decide.comparison.values import OtherPrice, speedup_of
 from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.sweep.space import MORE_ROOM, Refused
-from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
+from dynamic_cp.errors import InfeasibleSampleError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.pricing.linear_prices import core_flops_per_s
 from dynamic_cp.search.search import plan_batch
 from dynamic_cp.types import STATIC_POLICIES, Hardware
@@ -161,6 +162,7 @@ def under_other_prices(job: SweepJob, points: Mapping[str, Collection[Point]], r
     if not points.get("dynamic") or not static:
         return ()
     settings = [point.setting for name in ("dynamic", *static) for point in fastest_first(points[name])[:_NUM_SETTINGS]]
+    settings = list(dict.fromkeys([*settings, *(_made_dynamic(one, job) for one in settings if one.is_static)]))
     outcomes = []
     for number, prices in enumerate(PRICE_SETS):
         if prices.change(job) == job:
@@ -173,6 +175,17 @@ def under_other_prices(job: SweepJob, points: Mapping[str, Collection[Point]], r
             seconds = ours[0].batches_s, theirs[0].setting.policy, theirs[0].batches_s
             outcomes.append(OtherPrice(prices.name, speedup_of("dynamic", *seconds)))
     return tuple(outcomes)
+
+
+def _made_dynamic(static: Setting, job: SweepJob) -> Setting:
+    """Return the layout of a static job for the dynamic policy, whose plans may be the static ones, if memory holds
+    them beside more groups."""
+    setting = replace(static, policy="dynamic", static_cp_size=None, max_cp_size=static.static_cp_size)
+    try:
+        most = job.memory(setting).max_tokens_per_rank(job.max_seqlen)
+    except MemoryLimitError:
+        return setting  # which `evaluate` refuses
+    return replace(setting, max_tokens_per_rank=min(static.max_tokens_per_rank, most))
 
 
 def evaluate_under(number: int, setting: Setting, job: SweepJob) -> Point | Refused:

@@ -14,7 +14,7 @@ from dynamic_cp.decide.comparison.values import OtherPrice, speedup_of
 from dynamic_cp.decide.comparison.verdict import verdict_of
 from dynamic_cp.decide.setting import Setting
 from dynamic_cp.decide.sweep import Space, sweep
-from dynamic_cp.decide.sweep.evaluate import PRICE_SETS
+from dynamic_cp.decide.sweep.evaluate import PRICE_SETS, evaluate, under_other_prices
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import DataParallel, Experts, LinearAttention, Topology
@@ -68,6 +68,26 @@ def test_each_set_changes_what_it_names(prices) -> None:
     }  # fmt: skip
     assert expected[prices.name]
     assert len(expected) == len(PRICE_SETS)
+
+
+def test_under_other_prices_the_dynamic_policy_also_takes_the_layout_of_the_static_job() -> None:
+    """At its own limit it needs more micro-batches and takes longer than static CP."""
+    static = replace(STATIC, policy="balanced", recompute="full")
+    small = replace(static, policy="dynamic", static_cp_size=None, max_tokens_per_rank=4608)
+    points = {one.policy: [evaluate(one, JOB)] for one in (small, static)}
+    planned: list[Setting] = []
+
+    def run(plan, settings, _name):
+        planned.extend(settings)
+        return [plan(setting, JOB) for setting in settings]
+
+    gains = {one.name: one.speedup.ratio for one in under_other_prices(JOB, points, run)}
+    assert gains.pop("TP collectives overlapped in static jobs alone") < 1.0
+    assert len(gains) == len(DENSE_SETS) - 1
+    assert min(gains.values()) >= 1.0, gains
+    assert {(one.policy, one.max_tokens_per_rank) for one in planned} == {
+        ("dynamic", 4608), ("dynamic", 16384), ("balanced", 16384),
+    }  # fmt: skip
 
 
 @pytest.mark.nightly
