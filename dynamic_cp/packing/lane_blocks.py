@@ -76,6 +76,9 @@ _NUM_GLANCES, _UNDERESTIMATED_AT_A_GLANCE = 20, 0.85
 _FAR = 0.05
 """What is packed first is longer than what it becomes by this share at most, and lanes over samples more. In 400 static
 cases of PP 2 to 8 none that beat the best plan was further from it."""
+_MOST_OVERHEAD = 0.1
+"""Profiles leave nothing out where rows cost more than this share of the work: packings may need fewer rows. Nor where
+some blocks lie within a node and others across two, which profiles take for alike."""
 _LEARNING_RATE = 0.004
 _SPREAD_RATE = 0.05
 _FACTORS = (0.997, 1.0, 1.004, 1.012, 1.04)
@@ -142,13 +145,14 @@ def pack_blocks(
         best_ns: nothing is packed where profiles say that all would take longer.
     """
     num_lanes = cost_model.topology.num_lanes
-    links = [row[: num_lanes >> k] for k, row in enumerate(cost_model.table.links)]
-    if any(row.min(initial=1) < row.max(initial=0) for row in links):
-        best_ns = np.inf  # profiles take blocks within a node and across nodes for alike
     durations = durations_of(cost_model.table, num_lanes)
     alone = alone_ns(lengths, durations, num_lanes.bit_length())
     widths = widths_of(alone[:, 0], cost_model.topology.expert_lanes)
     packers = [_BlockPacker(lengths, cost_model, durations, alone, k, effort) for k in widths]
+    links = [row[: num_lanes >> k] for k, row in enumerate(cost_model.table.links)]
+    differ = any(row.min(initial=1) < row.max(initial=0) for row in links)
+    if differ or num_lanes * fewest_rows * sum(packers[0].empty_ns) > _MOST_OVERHEAD * packers[0].total_ns:
+        best_ns = np.inf
     refined = []
     for packer in packers:
         candidates = packer.candidates(fewest_rows)
