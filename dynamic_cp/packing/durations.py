@@ -86,7 +86,7 @@ class Durations(NamedTuple):
 def durations_of(table: PriceTable, num_lanes: int) -> Durations:
     """Return the durations of the CP sizes of `table` that `num_lanes` lanes can hold."""
     num_sizes = num_lanes.bit_length()
-    links = [ACROSS_NODES if row[: num_lanes >> k].max() else IN_NODE for k, row in enumerate(table.links[:num_sizes])]
+    links = [ACROSS_NODES if row.max() else IN_NODE for row in links_of(table, num_lanes)]
     first = [int(table.first_option[k, link]) for k, link in enumerate(links)]
     num_exchanges = np.array([table.end_option[k, link] - first[k] for k, link in enumerate(links)], np.int64)
     terms = np.zeros((num_sizes, max(1, num_exchanges.max()), NUM_TERMS_OF_BOTH))
@@ -94,6 +94,11 @@ def durations_of(table: PriceTable, num_lanes: int) -> Durations:
         for exchange in range(num_exchanges[k]):
             terms[k, exchange] = both_ns(table.level_terms[first[k] + exchange], table.slowest_s_per_token / (1 << k))
     return Durations(terms, num_exchanges, table.multiples[:num_sizes], table.capacities[:num_sizes])
+
+
+def links_of(table: PriceTable, num_lanes: int) -> list[Ints]:
+    """Return [log2 of CP size] -> links of the groups that `num_lanes` lanes hold."""
+    return [row[: num_lanes >> k] for k, row in enumerate(table.links[: num_lanes.bit_length()])]
 
 
 def apart_durations_of(table: PriceTable, num_lanes: int) -> Durations:

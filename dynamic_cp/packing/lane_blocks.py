@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.packing.durations import Durations, Packing, bucket_ns, durations_of
+from dynamic_cp.packing.durations import Durations, Packing, bucket_ns, durations_of, links_of
 from dynamic_cp.packing.judge import grid_of_packing
 from dynamic_cp.packing.profile import SMALLEST_SHARE, LaneClasses, Work, best_profiles, simulate_blocks
 from dynamic_cp.packing.rows import RowTargets, alone_ns, fill_least
@@ -77,8 +77,7 @@ _FAR = 0.05
 """What is packed first is longer than what it becomes by this share at most, and lanes over samples more. In 400 static
 cases of PP 2 to 8 none that beat the best plan was further from it."""
 _MOST_OVERHEAD = 0.1
-"""Profiles leave nothing out where rows cost more than this share of the work: packings may need fewer rows. Nor where
-some blocks lie within a node and others across two, which profiles take for alike."""
+"""Profiles leave nothing out where rows cost more than this share of the work: packings may need fewer rows."""
 _LEARNING_RATE = 0.004
 _SPREAD_RATE = 0.05
 _FACTORS = (0.997, 1.0, 1.004, 1.012, 1.04)
@@ -149,8 +148,8 @@ def pack_blocks(
     alone = alone_ns(lengths, durations, num_lanes.bit_length())
     widths = widths_of(alone[:, 0], cost_model.topology.expert_lanes)
     packers = [_BlockPacker(lengths, cost_model, durations, alone, k, effort) for k in widths]
-    links = [row[: num_lanes >> k] for k, row in enumerate(cost_model.table.links)]
-    differ = any(row.min(initial=1) < row.max(initial=0) for row in links)
+    # Profiles take blocks within a node and across nodes for alike.
+    differ = any(row.min() < row.max() for row in links_of(cost_model.table, num_lanes))
     if differ or num_lanes * fewest_rows * sum(packers[0].empty_ns) > _MOST_OVERHEAD * packers[0].total_ns:
         best_ns = np.inf
     refined = []

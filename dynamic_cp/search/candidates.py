@@ -246,11 +246,8 @@ class Search:
         effort = self.cost_model.options.search
         (most_walks, times), best = _WALKS[effort], ranking[0]
         steps_left = int(_SHARES[effort] * best.makespan_ns / _NS_OF_A_MOVE)
-        num_steps = max(
-            _FEWEST_STEPS,
-            _STEPS_FOR_A_SAMPLE * len(self.lengths.seqlens),
-            _STEPS_FOR_A_LANE * self.cost_model.topology.num_lanes,
-        )
+        for_lanes = _STEPS_FOR_A_LANE * self.cost_model.topology.num_lanes
+        num_steps = max(_FEWEST_STEPS, _STEPS_FOR_A_SAMPLE * len(self.lengths.seqlens), for_lanes)
         num_steps = min(_MOST_STEPS, num_steps)
         best_of_rows = {one.packing.num_rows: one for one in reversed(ranking)}
         for walk in range(most_walks):
@@ -260,9 +257,9 @@ class Search:
                 return
             from dynamic_cp.packing.anneal import anneal
 
-            starts = sorted(best_of_rows.values(), key=lambda one: one.makespan_ns)
-            more_rows = [one for one in starts[2:] if one.packing.num_rows > _MORE_ROWS * starts[0].packing.num_rows]
-            starts = starts[:2] + more_rows[:1]
+            first, *others = sorted(best_of_rows.values(), key=lambda one: one.makespan_ns)
+            more_rows = [one for one in others[1:] if one.packing.num_rows > _MORE_ROWS * first.packing.num_rows]
+            starts = [first, *others[:1], *more_rows[:1]]
             start = starts[walk % len(starts)] if effort == "thorough" or walk < _NUM_STARTS else best
             packing = anneal(self.lengths, start.packing, self.cost_model, num_steps, walk)
             found = self._judged(self._renamed(start, packing, " annealed"), packing)
