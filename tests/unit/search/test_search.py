@@ -158,13 +158,13 @@ def test_a_static_size_at_which_the_longest_sample_alone_takes_longer_is_not_pac
 
 
 def test_a_packing_for_the_ring_wins_that_only_other_exchanges_make_the_fastest():
-    lengths = draw_lengths("sft_longalign", 128, 3, 131072)
-    topology, given = Topology(num_lanes=8, pp_size=4), {"max_tokens_per_rank": 16384, "recompute": "full"}
+    lengths = draw_lengths("sft_longalign", 128, 5, 131072)
+    topology, given = Topology(num_lanes=8, pp_size=8), {"max_tokens_per_rank": 16384, "recompute": "full"}
     problem = problem_of(topology, load_model("llama-2-13b"), load_hardware("h100"), cp_comm_types=UNPLACED, **given)
     search = Search(batch_of(samples_of(lengths), problem.model), CostModel(problem))
     best_ns = search.ranking("dynamic")[0].makespan_ns
     again, by_the_ring = (one.makespan_ns for one in search.by_the_ring(best_ns))
-    assert again < 0.998 * best_ns < best_ns < by_the_ring
+    assert again < 0.99 * best_ns < best_ns < by_the_ring
 
 
 @pytest.mark.parametrize("policy", ["static", "balanced"])
